@@ -1,0 +1,1 @@
+"""Runs forward passes as told, the only room with torch. Decides nothing."""

@@ -1,0 +1,1 @@
+"""One attention interface, several implementations."""

@@ -1,0 +1,37 @@
+"""The attention interface between models and the paged KV cache. Leaves layout and kernels to each backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from services.gpu_worker.batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What one layer's attention needs beyond its inputs."""
+
+    scale: float
+    sliding_window: int = 0  # 0: none; w: a query at p sees positions p - w + 1 .. p
+    soft_cap: float = 0.0  # 0: none; c: scores become c * tanh(score / c)
+
+
+class AttentionBackend(Protocol):
+    """Writes K and V of a step's tokens into the cache and attends over each row's pages."""
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Once per step, before the layers; everything derived from the batch is computed here."""
+        ...
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D], rope already applied; returns [T, Hq, D] in q's dtype.
+
+        Stores k and v at the planned kv_slots first, then row r's tokens attend causally to
+        positions 0 .. own position of row r's pages (within the sliding window).
+        """
+        ...

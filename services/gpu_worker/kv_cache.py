@@ -1,0 +1,37 @@
+"""The paged K/V tensors of one worker and the copying of pages. Leaves which page is whose to the scheduler."""
+
+from __future__ import annotations
+
+import torch
+
+KV_LAYOUT = "HND"
+
+
+class KVCache:
+    """`layers[l]` is [num_pages, 2, kv_heads, page_size, head_dim]; index 0 of the second axis is K, 1 is V."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        shape = (num_pages, 2, kv_heads, page_size, head_dim)
+        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    @staticmethod
+    def bytes_per_page(
+        num_layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        return num_layers * 2 * kv_heads * page_size * head_dim * dtype.itemsize
+
+    def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy whole pages, int64 [n] each; all sources are read before any target is written."""
+        for layer in self.layers:
+            layer[targets] = layer[sources]

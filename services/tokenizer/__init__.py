@@ -1,0 +1,1 @@
+"""The HTTP frontend: text in, text out. Leaves what runs when to the scheduler."""

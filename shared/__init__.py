@@ -1,0 +1,1 @@
+"""What crosses rooms: messages, transport, configuration, logging. Leaves every decision to the services."""

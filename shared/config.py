@@ -1,0 +1,145 @@
+"""One small frozen configuration per service, from flags over environment over defaults.
+
+A field `max_queued_requests` is the flag `--max-queued-requests` and the variable
+`RADIXFLEET_MAX_QUEUED_REQUESTS`. Derived values are properties of their users, never rewrites here.
+Leaves the user's `serve` command to the radixfleet package, which hands flags on as environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+PREFIX = "RADIXFLEET_"
+DEFAULT_PAGE_SIZE = 16
+
+C = TypeVar("C", bound="ServiceConfig")
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+
+
+class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What every service knows."""
+
+    service_id: str = ""  # empty: drawn at start
+    log_level: typing.Literal["debug", "info", "warning", "error", "critical"] = "info"
+    log_format: typing.Literal["auto", "console", "json"] = "auto"
+    heartbeat_interval: float = 1.0
+    drain_timeout: float = 30.0  # seconds for running requests after SIGTERM
+
+
+class TokenizerConfig(ServiceConfig, frozen=True, kw_only=True):
+    model_path: str = ""  # a folder; the launcher resolves names and files
+    model_name: str = ""  # the name as the user gave it: model_path of /get_model_info
+    served_model_name: str = ""
+    tokenizer_path: str = ""
+    chat_template: str = ""  # a file that replaces the model's own
+    scheduler: str = "tcp://127.0.0.1:5550"
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 30000
+    http_fd: int = -1  # an inherited listening socket instead of host and port
+    context_length: NonNegative = 0  # 0: the model's
+    strict_length: bool = False
+    sampling_defaults: typing.Literal["model", "openai"] = "model"
+    max_concurrent_requests: Positive = 2048
+    max_body_bytes: Positive = 16 << 20
+    max_batch_size: Positive = 512  # prompts times n of one HTTP request
+    max_logprobs: Positive = 128
+    text_threads: NonNegative = 0  # 0: as many as cores, at most 4
+    keep_alive_interval: float = 15.0
+    client_stall_timeout: float = 60.0
+    log_requests: bool = False
+    enable_metrics: bool = True
+    enable_cache_report: bool = True  # accepted for compatibility; the report is always there
+    stream_output: bool = False  # /generate streams deltas instead of cumulative text
+    fastapi_root_path: str = ""
+    log_level_http: str = ""
+    random_seed: NonNegative = 0  # 0: seeds are drawn from the system
+
+
+class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
+    tokenizer_bind: str = "tcp://127.0.0.1:5550"
+    detokenizer_bind: str = "tcp://127.0.0.1:5551"
+    worker_bind: str = "tcp://127.0.0.1:5560"
+    model_path: str = ""
+    page_size: Positive = DEFAULT_PAGE_SIZE
+    schedule_policy: typing.Literal["fcfs", "lpm"] = "fcfs"
+    disable_radix_cache: bool = False
+    chunked_prefill_size: int = 0  # tokens per step and worker; 0: the worker's own limit; -1: no chunks
+    max_running_requests: NonNegative = 0  # per worker; 0: the worker's slots
+    max_queued_requests: Positive = 4096
+    max_queued_tokens: Positive = 16 << 20
+    max_inflight_steps: NonNegative = 0  # run-ahead depth; 0: what the worker offers
+    decode_log_interval: Positive = 40
+    worker_grace: float = 30.0  # how long requests wait while no worker is left
+    heartbeat_timeout: float = 3.0
+    step_timeout: float = 300.0
+    ageing_seconds: float = 5.0  # under lpm a request waiting this long goes first
+
+
+class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
+    scheduler: str = "tcp://127.0.0.1:5560"
+    model_path: str = ""
+    model_name: str = ""
+    device: typing.Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: typing.Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    load_format: typing.Literal["auto", "safetensors", "dummy"] = "auto"
+    model_impl: typing.Literal["auto", "own", "transformers"] = "auto"
+    attention_backend: typing.Literal["auto", "native", "reference"] = "auto"
+    page_size: Positive = DEFAULT_PAGE_SIZE
+    mem_fraction_static: Annotated[float, Meta(gt=0, le=1)] = 0.6
+    max_total_tokens: NonNegative = 0  # KV pool in tokens; 0: from free memory
+    max_running_requests: NonNegative = 0  # slots; 0: 256
+    max_batched_tokens: NonNegative = 0  # tokens of one step; 0: 512 on CPU, 8192 on CUDA
+    context_length: NonNegative = 0
+    max_inflight_steps: Positive = 2
+    threads: NonNegative = 0  # 0: all physical cores
+    deterministic: bool = False
+
+
+class DetokenizerConfig(ServiceConfig, frozen=True, kw_only=True):
+    scheduler: str = "tcp://127.0.0.1:5551"
+    model_path: str = ""
+    tokenizer_path: str = ""
+    bind: str = "tcp://127.0.0.1:5552"
+    advertise: str = ""  # endpoint tokenizers connect to; empty: the bound one
+
+
+def load(kind: type[C], argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> C:
+    """The configuration of one service. Raises SystemExit with a message that names the bad field."""
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    for name in kind.__struct_fields__:
+        raw = environ.get(PREFIX + name.upper())
+        if raw is not None:
+            values[name] = raw
+    values.update(_parse_flags(kind, argv))
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise SystemExit(f"radixfleet: bad configuration: {error}") from None
+
+
+def _parse_flags(kind: type[ServiceConfig], argv: Sequence[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(prog=kind.__name__.removesuffix("Config").lower(), allow_abbrev=False)
+    hints = typing.get_type_hints(kind)
+    for name in kind.__struct_fields__:
+        flag = "--" + name.replace("_", "-")
+        if _is_bool(hints[name]):
+            parser.add_argument(
+                flag, dest=name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS
+            )
+        else:
+            parser.add_argument(flag, dest=name, default=argparse.SUPPRESS)
+    return vars(parser.parse_args(list(argv)))
+
+
+def _is_bool(hint: object) -> bool:
+    return hint is bool or (isinstance(hint, types.UnionType) and bool in typing.get_args(hint))

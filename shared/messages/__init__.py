@@ -1,0 +1,1 @@
+"""Every Struct that crosses a process boundary; read this before any service."""

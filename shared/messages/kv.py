@@ -1,0 +1,42 @@
+"""KV pages on the move, worker to worker. The scheduler starts transfers; correctness never depends on one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shared.messages.base import Message
+
+
+class KvSend(Message, frozen=True, tag=40):
+    transfer_id: int
+    pages: bytes  # int32
+    target_id: str
+    target_endpoints: tuple[str, ...]
+
+
+class KvReceive(Message, frozen=True, tag=41):
+    transfer_id: int
+    pages: bytes  # int32
+    source_id: str
+
+
+class KvChunk(Message, frozen=True, tag=42):
+    """Header; the bytes of pages `first` .. `first + count - 1` of the transfer ride in the next frame."""
+
+    transfer_id: int
+    first: int
+    count: int
+    last: bool
+    checksum: int
+
+
+class KvDone(Message, frozen=True, tag=43):
+    transfer_id: int
+    incarnation: int
+    side: Literal["sent", "received"]
+    ok: bool
+    detail: str = ""
+
+
+class KvCancel(Message, frozen=True, tag=46):
+    transfer_id: int

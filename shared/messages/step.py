@@ -1,0 +1,159 @@
+"""The step edge, scheduler <-> worker: what one forward pass changes and what came out of it.
+
+A StepCommand says only what changes. The worker applies, strictly in this order: closes, opens,
+page appends, page copies (all sources are read before any target is written), then one forward over
+`decode_slots` followed by `prefills`, then masks, then sampling, then the StepResult.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shared.messages.base import PROTOCOL_VERSION, Message
+from shared.messages.request import SamplingParams
+from shared.messages.stream import Scores
+
+FaultKind = Literal["oom", "cuda", "nccl", "protocol", "internal"]
+
+
+class WorkerHello(Message, frozen=True, tag=30):
+    """Everything the scheduler must know of a worker before its first step."""
+
+    worker_id: str
+    incarnation: int
+    model: str
+    model_digest: str  # of config and weights' index; equal for equal models
+    page_size: int
+    num_pages: int
+    max_slots: int
+    max_batched_tokens: int  # most tokens of one step
+    max_context: int  # longest sequence the model takes
+    max_inflight_steps: int  # credits: steps that may be dispatched before a result returns
+    vocab_size: int
+    device: str
+    kv_dtype: str
+    kv_layout: str
+    kv_bytes_per_page: int
+    tp_size: int = 1
+    kv_endpoints: tuple[str, ...] = ()  # one per rank; empty: no transfers
+    protocol: int = PROTOCOL_VERSION
+
+
+class WorkerWelcome(Message, frozen=True, tag=31):
+    """The worker is part of the fleet; its next command is step 0 of this epoch."""
+
+    epoch: int
+
+
+class WorkerReset(Message, frozen=True, tag=32):
+    """Forget slots and KV, take a new incarnation, say WorkerHello again (unless `fatal`: log and exit)."""
+
+    epoch: int
+    reason: str
+    fatal: bool = False
+
+
+class SlotOpen(Message, frozen=True):
+    """A request takes its seat (part of StepCommand).
+
+    Positions are absolute: position p holds token p of prompt + output. Output index of a sample taken
+    at position p (the row whose last input is p) is p + 1 - prompt_length.
+    """
+
+    slot: int
+    sampling: SamplingParams
+    prompt_length: int
+    num_computed: int  # tokens whose KV already lies in `pages` once this command's page copies are done
+    pages: bytes  # int32: the slot's page table so far
+    history: bytes = (
+        b""  # int32: prompt and output tokens before num_computed, only where penalties need them
+    )
+    remaining: int = 0  # samples this slot may still take; the worker skips rows beyond
+
+
+class PrefillRow(Message, frozen=True):
+    """A chunk of known tokens for one slot (part of StepCommand), right after what it has computed."""
+
+    slot: int
+    token_ids: bytes  # int32: suffix only; also forced tokens
+    sample: bool = True  # False: a chunk that is not the last one, or prefill only
+    score_from: int = -1  # score this row's tokens from this index (absolute position); -1: none
+    next_token: int = -1  # the token after this chunk: its score comes from this chunk's last logits
+
+
+class StepCommand(Message, frozen=True, tag=33):
+    step_id: int  # dense per worker and epoch, from 0
+    epoch: int
+    decode_slots: bytes = b""  # int32: each row's input is the slot's own last sampled token
+    prefills: tuple[PrefillRow, ...] = ()
+    masked_slots: bytes = b""  # int32: sampling of these waits for TokenMasks of this step id
+    opens: tuple[SlotOpen, ...] = ()
+    closes: bytes = b""  # int32 slots
+    page_slots: bytes = b""  # int32: slot[i] gets page_ids[i] appended to its table
+    page_ids: bytes = b""
+    page_copies: bytes = b""  # int32 pairs (source, target)
+    group_slots: bytes = b""  # int32: slots of the decode rows that share pages, group after group
+    group_sizes: bytes = b""  # int32: rows of each group
+    group_pages: bytes = b""  # int32: full pages from position 0 that each group shares
+
+
+class TokenMasks(Message, frozen=True, tag=34):
+    """Header; the bitmask rides in the next frame: uint32 [len(slots), ceil(vocab / 32)], 1 = allowed.
+
+    `slots` are those of masked_slots, in that order.
+    """
+
+    step_id: int
+    epoch: int
+    slots: bytes  # int32
+
+
+class RowScores(Message, frozen=True):
+    """Scores of one row (part of StepResult)."""
+
+    row: int  # output rows: index into token_ids; prompt rows: index into prefills
+    scores: Scores
+
+
+class RowError(Message, frozen=True):
+    """One row failed (NaN logits, bad mask); its request ends, the batch goes on (part of StepResult)."""
+
+    slot: int
+    detail: str
+
+
+class StepResult(Message, frozen=True, tag=35):
+    """Token -1 marks a row that was skipped because its slot had already ended, or that failed."""
+
+    step_id: int
+    epoch: int
+    incarnation: int
+    token_ids: bytes  # int32: decode_slots in order, then the sampling prefills in order
+    scores: tuple[RowScores, ...] = ()  # of sampled tokens
+    prompt_scores: tuple[RowScores, ...] = ()  # of prompt tokens
+    errors: tuple[RowError, ...] = ()
+    forward_ms: float = 0.0
+    mask_wait_ms: float = 0.0
+    queue_ms: float = 0.0  # command received to forward started
+
+
+class WorkerFault(Message, frozen=True, tag=36):
+    """Step `step_id` failed as a whole; no later step is executed until a new incarnation is welcome."""
+
+    incarnation: int
+    step_id: int
+    kind: FaultKind
+    detail: str = ""
+
+
+class Drain(Message, frozen=True, tag=44):
+    """Nothing more will come: exit cleanly (after a WorkerDrain was settled)."""
+
+    deadline_s: float
+
+
+class WorkerDrain(Message, frozen=True, tag=45):
+    """The worker asks to leave (SIGTERM): move its requests away, then send Drain."""
+
+    incarnation: int
+    deadline_s: float = 30.0

@@ -1,0 +1,130 @@
+"""The life of one service process: event loop, signals, heartbeats, a parent that may vanish.
+
+Leaves the work itself to a `Service`: `start()` once, `drain()` on the first SIGTERM or SIGINT, `close()` at the end.
+A second signal ends the process at once. Whoever was started by the launcher inherits the read end of a
+pipe (RADIXFLEET_PARENT_FD); its end of file means the parent is dead, however it died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+import uvloop
+
+from shared import logging as service_logging
+from shared.config import ServiceConfig
+
+log = structlog.get_logger(__name__)
+
+PARENT_FD = "RADIXFLEET_PARENT_FD"
+RUN_DIR = "RADIXFLEET_RUN_DIR"
+ORPHAN_GRACE_S = 3.0
+
+
+class Service(Protocol):
+    async def start(self) -> None:
+        """Bind, connect, load; return when the service works."""
+        ...
+
+    async def drain(self) -> None:
+        """Take nothing new, finish what runs; bounded by the service's own drain time-out."""
+        ...
+
+    async def close(self) -> None:
+        """Release sockets, threads and files; called exactly once, also after a failed start."""
+        ...
+
+    def heartbeat(self) -> None:
+        """Called every `heartbeat_interval` seconds from the event loop."""
+        ...
+
+
+def new_incarnation() -> int:
+    """A number that grows with every life of a process on one machine."""
+    return time.time_ns() // 1000
+
+
+def new_service_id(name: str, config: ServiceConfig) -> str:
+    """The configured id, or a short random one."""
+    return config.service_id or f"{name}-{uuid.uuid4().hex[:8]}"
+
+
+def run(name: str, config: ServiceConfig, make: Callable[[], Service]) -> int:
+    """Run one service until a signal ends it; returns the exit code."""
+    service_logging.configure(name, config.log_level, config.log_format)
+    _watch_parent()
+    try:
+        return uvloop.run(_live(name, config, make))
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _live(name: str, config: ServiceConfig, make: Callable[[], Service]) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            log.warning("second signal: ending at once")
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    service = make()
+    beat: asyncio.Task[None] | None = None
+    try:
+        starting = asyncio.ensure_future(service.start())
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            return 0
+        await starting
+        beat = asyncio.create_task(_heartbeats(service, config.heartbeat_interval))
+        await asyncio.wait({stopping, beat}, return_when=asyncio.FIRST_COMPLETED)
+        if beat.done():
+            await beat  # raises what broke it
+        log.info("draining")
+        await service.drain()
+        return 0
+    except Exception:
+        log.exception("service failed")
+        return 1
+    finally:
+        if beat is not None:
+            beat.cancel()
+        await service.close()
+
+
+async def _heartbeats(service: Service, interval: float) -> None:
+    while True:
+        service.heartbeat()
+        await asyncio.sleep(interval)
+
+
+def _watch_parent() -> None:
+    raw = os.environ.get(PARENT_FD)
+    if raw is None:
+        return
+
+    def wait_for_end_of_file() -> None:
+        while os.read(int(raw), 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_GRACE_S)  # the grace the event loop has to end by itself; this thread only waits
+        run_dir = os.environ.get(RUN_DIR)
+        if run_dir:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=wait_for_end_of_file, name="parent-watch", daemon=True).start()
