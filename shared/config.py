@@ -133,9 +133,7 @@ def _parse_flags(kind: type[ServiceConfig], argv: Sequence[str]) -> dict[str, An
     for name in kind.__struct_fields__:
         flag = "--" + name.replace("_", "-")
         if _is_bool(hints[name]):
-            parser.add_argument(
-                flag, dest=name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS
-            )
+            parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS)
         else:
             parser.add_argument(flag, dest=name, default=argparse.SUPPRESS)
     return vars(parser.parse_args(list(argv)))

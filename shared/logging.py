@@ -16,9 +16,7 @@ def configure(service: str, level: str = "info", log_format: LogFormat = "auto")
     """Route structlog to stderr. `level` is one of debug, info, warning, error, critical."""
     console = log_format == "console" or (log_format == "auto" and sys.stderr.isatty())
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-        if console
-        else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if console else structlog.processors.JSONRenderer()
     )
     structlog.configure(
         processors=[

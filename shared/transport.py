@@ -51,6 +51,7 @@ class _Socket(Generic[T]):
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(receive)
         self._loop = asyncio.get_running_loop()
         self._monitor: zmq.Socket[bytes] | None = None
+        self._fd = int(self._socket.getsockopt(zmq.FD))
         self._closed = False
         self._drain_scheduled = False
         self.malformed = 0
@@ -72,11 +73,11 @@ class _Socket(Generic[T]):
         self._monitor = monitor
 
         def drain_monitor() -> None:
-            while monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            while int(monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 recv_monitor_message(monitor, zmq.NOBLOCK)
                 on_disconnect()
 
-        self._loop.add_reader(monitor.getsockopt(zmq.FD), drain_monitor)
+        self._loop.add_reader(int(monitor.getsockopt(zmq.FD)), drain_monitor)
         self._loop.call_soon(drain_monitor)
 
     def close(self) -> None:
@@ -86,15 +87,15 @@ class _Socket(Generic[T]):
         self._closed = True
         if self._retry is not None:
             self._retry.cancel()
-        self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+        self._loop.remove_reader(self._fd)
         if self._monitor is not None:
-            self._loop.remove_reader(self._monitor.getsockopt(zmq.FD))
+            self._loop.remove_reader(int(self._monitor.getsockopt(zmq.FD)))
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
         self._socket.close()
 
     def _start(self) -> None:
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._drain)
+        self._loop.add_reader(self._fd, self._drain)
         self._schedule_drain()
 
     def _schedule_drain(self) -> None:
@@ -136,9 +137,7 @@ class _Socket(Generic[T]):
         except (msgspec.DecodeError, RecursionError) as error:
             self.malformed += 1
             if self.malformed in (1, 10, 100) or self.malformed % 1000 == 0:
-                log.warning(
-                    "malformed message dropped", sender=repr(sender), error=str(error), count=self.malformed
-                )
+                log.warning("malformed message dropped", sender=repr(sender), error=str(error), count=self.malformed)
             return None
 
     def _send(self, frames: Frames) -> None:

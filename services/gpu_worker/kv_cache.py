@@ -26,9 +26,7 @@ class KVCache:
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
     @staticmethod
-    def bytes_per_page(
-        num_layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
+    def bytes_per_page(num_layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         return num_layers * 2 * kv_heads * page_size * head_dim * dtype.itemsize
 
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:

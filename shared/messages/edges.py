@@ -36,16 +36,5 @@ TokenizerToDetokenizer = Hello | Ping
 DetokenizerToTokenizer = TextChunks | Pong
 
 FromWorker = WorkerHello | Heartbeat | StepResult | WorkerFault | KvDone | WorkerDrain | Ping | Pong
-ToWorker = (
-    WorkerWelcome
-    | WorkerReset
-    | StepCommand
-    | TokenMasks
-    | KvSend
-    | KvReceive
-    | KvCancel
-    | Drain
-    | Ping
-    | Pong
-)
+ToWorker = WorkerWelcome | WorkerReset | StepCommand | TokenMasks | KvSend | KvReceive | KvCancel | Drain | Ping | Pong
 WorkerToWorker = KvChunk

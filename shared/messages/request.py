@@ -7,9 +7,7 @@ from typing import Literal
 from shared.messages.base import Message
 from shared.messages.control import ServiceMetrics
 
-RejectCode = Literal[
-    "queue_full", "too_long", "bad_constraint", "no_worker", "draining", "duplicate_id", "internal"
-]
+RejectCode = Literal["queue_full", "too_long", "bad_constraint", "no_worker", "draining", "duplicate_id", "internal"]
 OperationName = Literal[
     "flush_cache",
     "abort_all",

@@ -65,9 +65,7 @@ class SlotOpen(Message, frozen=True):
     prompt_length: int
     num_computed: int  # tokens whose KV already lies in `pages` once this command's page copies are done
     pages: bytes  # int32: the slot's page table so far
-    history: bytes = (
-        b""  # int32: prompt and output tokens before num_computed, only where penalties need them
-    )
+    history: bytes = b""  # int32: prompt and output tokens before num_computed, only where penalties need them
     remaining: int = 0  # samples this slot may still take; the worker skips rows beyond
 
 
