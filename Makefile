@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh machine: `make serve` and `make test`.
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
+TORCH ?= torch==2.13.0
+# Where the default index carries the CUDA build and no GPU is there, name an index with CPU builds:
+#   make serve TORCH_INDEX=URL
+TORCH_INDEX ?=
+MODEL ?=
+SERVE_FLAGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install serve test check format soak clients clean
+
+install: $(STAMP)
+	@$(BIN)/python -m services.gpu_worker.kernels.build
+	@$(BIN)/python -m radixfleet.models $(MODEL)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "RadixFleet needs Python 3.11 or newer"; exit 1; }
+	@test -x $(BIN)/python || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing $(TORCH) (once, a minute or two)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) $(TORCH)
+	@echo "installing RadixFleet and what it needs"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[worker,dev]'
+	@touch $(STAMP)
+
+serve: install
+	@$(BIN)/radixfleet serve $(if $(MODEL),--model-path $(MODEL)) $(SERVE_FLAGS)
+
+test: install
+	$(BIN)/pytest
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
