@@ -114,17 +114,17 @@ def _rope_scaling(meta: Metadata, head_dim: int, theta: float, factors: FloatArr
 def _llama3_scaling(meta: Metadata, head_dim: int, theta: float, factors: FloatArray) -> dict[str, Any]:
     """The file holds one divisor per frequency; the four numbers behind them are found and proven equal."""
     original = int(meta.arch_get("rope.scaling.original_context_length", 8192))
-    scaling = {
+    factor = float(factors.max())
+    exponents: FloatArray = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    wavelength: FloatArray = np.float32(2 * np.pi) * np.power(np.float32(theta), exponents)
+    smooth = np.clip((original / wavelength - 1.0) / 3.0, 0.0, 1.0)
+    expected = 1.0 / ((1.0 - smooth) / factor + smooth)
+    if not np.allclose(expected, factors, rtol=1e-3):
+        raise ModelError("the rope factors of this GGUF file follow no known rule")
+    return {
         "rope_type": "llama3",
-        "factor": float(factors.max()),
+        "factor": factor,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": original,
     }
-    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    wavelength = 2 * np.pi * np.power(theta, exponents)
-    smooth = np.clip((original / wavelength - 1.0) / 3.0, 0.0, 1.0)
-    expected = 1.0 / ((1.0 - smooth) / scaling["factor"] + smooth)
-    if not np.allclose(expected, factors, rtol=1e-3):
-        raise ModelError("the rope factors of this GGUF file follow no known rule")
-    return scaling
