@@ -1,0 +1,105 @@
+"""Nodes of the radix tree, the workers' copies of them, and how tokens are compared. Leaves all rules to the tree.
+
+Tokens are int32 bytes, so that slices, comparisons and dict keys are memcpy, memcmp and one hash.
+
+    root -- [system prompt: 5 pages] --+-- [chat A: 3 pages] -- [2 tokens]      a partial page is a leaf of its own
+             copies: w0, w1            |    copies: w0            copies: w0
+                                       +-- [chat B: 7 pages]
+                                            copies: w1                          a copy implies its parent's copy
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right, insort
+
+TOKEN_BYTES = 4
+COMPARE_AT_ONCE = 64  # bytes; below this one xor finds the first difference faster than halving does
+
+
+class Node:
+    """`tokens` are whole pages, or less than one page in a leaf; `key` are those of its first page."""
+
+    __slots__ = ("children", "copies", "key", "parent", "tokens")
+
+    def __init__(self, tokens: bytes, key: bytes, parent: Node | None) -> None:
+        self.tokens = tokens
+        self.key = key
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+        self.copies: dict[str, Copy] = {}
+
+
+class Copy:
+    """One worker's pages of a node.
+
+    `keys` are the sorted keys of the node's children that this worker holds too. `pins` counts leases that are
+    about to copy the first page.
+    """
+
+    __slots__ = ("keys", "last_used", "lock_ref", "node", "pages", "pins", "queued", "ready_step")
+
+    def __init__(self, node: Node, pages: array[int], last_used: int, ready_step: int = -1) -> None:
+        self.node = node
+        self.pages = pages
+        self.last_used = last_used
+        self.ready_step = ready_step
+        self.lock_ref = 0
+        self.pins = 0
+        self.queued = False  # an entry in the worker's eviction queue stands for it
+        self.keys: list[bytes] = []
+
+    @property
+    def spare(self) -> int:
+        """Pages that may go once nobody locks the copy and the children are gone."""
+        return len(self.pages) - 1 if self.pins and self.pages else len(self.pages)
+
+    @property
+    def evictable(self) -> bool:
+        return not self.lock_ref and not self.keys and self.spare > 0
+
+    def add_key(self, key: bytes) -> None:
+        insort(self.keys, key)
+
+    def remove_key(self, key: bytes) -> None:
+        del self.keys[bisect_left(self.keys, key)]
+
+    def closest_key(self, rest: bytes) -> tuple[bytes, int]:
+        """The child's key with the longest common prefix with `rest`, and that prefix in tokens (0: none).
+
+        In byte order it stands right before or right after `rest`.
+        """
+        keys = self.keys
+        place = bisect_left(keys, rest)
+        best, most = b"", 0
+        for key in keys[max(place - 1, 0) : place + 1]:
+            length = common_bytes(key, rest, 0) // TOKEN_BYTES
+            if length > most:
+                best, most = key, length
+        return best, most
+
+    def holds(self, rest: bytes) -> bool:
+        """Whether some child's first page starts with `rest`."""
+        place = bisect_left(self.keys, rest)
+        return place < len(self.keys) and self.keys[place].startswith(rest)
+
+    def holds_more(self, key: bytes) -> bool:
+        """Whether some child's first page starts with the child's key `key` and goes on."""
+        place = bisect_right(self.keys, key)
+        return place < len(self.keys) and self.keys[place].startswith(key)
+
+
+def common_bytes(edge: bytes, tokens: bytes, start: int) -> int:
+    """Length of the common prefix of `edge` and `tokens[start:]`; compares each byte about twice, none in Python."""
+    low, high = 0, min(len(edge), len(tokens) - start)
+    while high - low > COMPARE_AT_ONCE:
+        middle = (low + high) // 2
+        if edge[low:middle] == tokens[start + low : start + middle]:
+            low = middle
+        else:
+            high = middle
+    difference = int.from_bytes(edge[low:high], "little") ^ int.from_bytes(tokens[start + low : start + high], "little")
+    if not difference:
+        return high
+    lowest_bit = (difference & -difference).bit_length() - 1
+    return low + lowest_bit // 8
