@@ -1,0 +1,1 @@
+"""Building blocks of the own decoder: plain tensors and functions, no module tree."""

@@ -1,0 +1,117 @@
+"""Loading a model and running forward passes over its paged cache. Leaves batching and sampling to the engine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import structlog
+import torch
+
+from services.gpu_worker.attention.base import AttentionBackend
+from services.gpu_worker.attention.select import attention_backend as select_backend
+from services.gpu_worker.batch import ForwardBatch
+from services.gpu_worker.kv_cache import KVCache
+from services.gpu_worker.models.config import ModelConfig, ModelFolder, UnsupportedModel, read_folder
+from services.gpu_worker.models.families import read_decoder_config
+from services.gpu_worker.models.loading import LoadFormat, LoadOptions, Model, load_own
+
+ModelImpl = Literal["auto", "own", "transformers"]
+
+log = structlog.get_logger()
+
+
+class ModelRunner:
+    """A model with its cache. `forward` is for one thread at a time."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: Model,
+        kv_cache: KVCache,
+        attention: AttentionBackend,
+        max_batched_tokens: int,
+    ) -> None:
+        self.config = config
+        self.kv_cache = kv_cache
+        self._model = model
+        self._attention = attention
+        self._max_batched_tokens = max_batched_tokens
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """One step: writes the tokens' K and V, returns fp32 logits [len(batch.logit_rows), vocab].
+
+        Raises ValueError for more tokens than the runner was built for.
+        """
+        if batch.num_tokens > self._max_batched_tokens:
+            raise ValueError(f"a step of {batch.num_tokens} tokens exceeds the limit of {self._max_batched_tokens}")
+        with torch.inference_mode():
+            return self._model.forward(batch, self._attention)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """Weights in place, no cache yet."""
+
+    config: ModelConfig
+    model: Model
+    device: torch.device
+    attention_backend: str
+
+    def kv_bytes_per_page(self, page_size: int) -> int:
+        """Bytes of one page over all layers."""
+        config = self.config
+        return KVCache.bytes_per_page(config.num_layers, page_size, config.kv_heads, config.head_dim, config.dtype)
+
+    def build_runner(self, num_pages: int, page_size: int, max_batched_tokens: int) -> ModelRunner:
+        """Allocate the cache and plug the attention in. Raises ModelError if the backend is not available."""
+        config = self.config
+        kv_cache = KVCache(
+            config.num_layers, num_pages, page_size, config.kv_heads, config.head_dim, config.dtype, self.device
+        )
+        attention = select_backend(self.attention_backend, kv_cache, config)
+        return ModelRunner(config, self.model, kv_cache, attention, max_batched_tokens)
+
+
+def load_model(
+    model_path: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    load_format: LoadFormat,
+    model_impl: ModelImpl,
+    attention_backend: str,
+    context_length: int,
+    deterministic: bool,
+) -> LoadedModel:
+    """Weights of the folder `model_path` on `device`; dtype None takes the folder's, context_length 0 the model's.
+
+    Raises ModelError, which says what is wrong with the folder or with the wish.
+    """
+    started = time.monotonic()
+    folder = read_folder(model_path)
+    options = LoadOptions(device, dtype, load_format, context_length, deterministic)
+    config, model = _load(folder, options, model_impl)
+    log.info(
+        "model loaded",
+        architecture=config.architecture,
+        implementation=config.implementation,
+        dtype=str(config.dtype).removeprefix("torch."),
+        context=config.max_context,
+        seconds=round(time.monotonic() - started, 2),
+    )
+    return LoadedModel(config, model, device, attention_backend)
+
+
+def _load(folder: ModelFolder, options: LoadOptions, model_impl: ModelImpl) -> tuple[ModelConfig, Model]:
+    if model_impl != "transformers":
+        try:
+            return load_own(folder, read_decoder_config(folder.architecture, folder.config), options)
+        except UnsupportedModel as error:
+            if model_impl == "own":
+                raise
+            log.info("running through transformers", reason=str(error))
+    from services.gpu_worker.models.transformers_backend import load_transformers  # seconds of import
+
+    return load_transformers(folder, options)

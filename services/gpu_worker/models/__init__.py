@@ -1,0 +1,1 @@
+"""Models: the own decoder family, the transformers backend and the reading of checkpoints."""

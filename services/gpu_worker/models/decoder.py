@@ -1,0 +1,169 @@
+"""The own Llama-like decoder: fused projections, ragged batches, logits only where wanted.
+
+Leaves attention over the paged cache to a backend and the reading of files to `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from services.gpu_worker.attention.base import AttentionBackend, AttentionSpec
+from services.gpu_worker.batch import ForwardBatch
+from services.gpu_worker.layers.activation import ACTIVATIONS, gated, gated_by_row
+from services.gpu_worker.layers.linear import Linear
+from services.gpu_worker.layers.norm import rms_norm
+from services.gpu_worker.layers.rotary import Rotary, rotate
+from services.gpu_worker.models.families import DecoderConfig
+
+RopeTables = tuple[torch.Tensor, torch.Tensor]
+
+_OLD_ROPE_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+
+
+class DecoderLayer:
+    """One layer: norm, fused QKV, rope, attention, output, norm, fused gate and up, down."""
+
+    def __init__(
+        self, index: int, config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, deterministic: bool
+    ) -> None:
+        self.index = index
+        self.spec = attention_spec(config, index)
+        self._has_rope = config.rope_layers[index]
+        self._heads, self._kv_heads, self._dim = config.num_heads, config.kv_heads, config.head_dim
+        self._eps = config.norm_eps
+        linear = partial(Linear.empty, dtype=dtype, device=device)
+        rows = (config.num_heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv = linear(rows, config.hidden, bias=config.qkv_bias)
+        self.output = linear(config.hidden, config.num_heads * config.head_dim, bias=config.output_bias)
+        self.gate_up = linear(2 * config.intermediate, config.hidden, bias=config.mlp_bias)
+        self.down = linear(config.hidden, config.intermediate, bias=config.mlp_bias)
+        self.input_norm = torch.empty(config.hidden, dtype=dtype, device=device)
+        self.mlp_norm = torch.empty(config.hidden, dtype=dtype, device=device)
+        # q_norm and k_norm share one [heads + kv_heads, dim] weight so that one call normalises both.
+        self.qk_norm = (
+            torch.empty((config.num_heads + config.kv_heads, config.head_dim), dtype=dtype, device=device)
+            if config.qk_norm
+            else None
+        )
+        self._gated = partial(gated_by_row if deterministic else gated, activation=ACTIVATIONS[config.activation])
+
+    def linears(self) -> tuple[Linear, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
+    def forward(
+        self, x: torch.Tensor, rope: RopeTables, attention: AttentionBackend, keep: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x [T, hidden] (changed in place) -> [T, hidden], or only the rows `keep` [L] once attention is done."""
+        q, k, v = self._project(rms_norm(x, self.input_norm, self._eps), rope)
+        mixed = attention.forward(self.index, q, k, v, self.spec).reshape(x.shape[0], -1)
+        if keep is not None:
+            x, mixed = x[keep], mixed[keep]
+        x += self.output(mixed)
+        x += self.down(self._gated(self.gate_up(rms_norm(x, self.mlp_norm, self._eps))))
+        return x
+
+    def _project(self, x: torch.Tensor, rope: RopeTables) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, hidden] -> q [T, Hq, D], k and v [T, Hkv, D], normalised and rotated as the layer wants."""
+        fused = self.qkv(x).view(x.shape[0], -1, self._dim)
+        qk, v = fused[:, : -self._kv_heads], fused[:, -self._kv_heads :]
+        if self.qk_norm is not None:
+            qk = rms_norm(qk, self.qk_norm, self._eps)
+        if self._has_rope:
+            qk = rotate(qk, rope)
+        return qk[:, : self._heads], qk[:, self._heads :], v
+
+
+class Decoder:
+    """Weights and forward pass of one model; memory is allocated here and filled by name."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_context: int,
+        deterministic: bool = False,
+    ) -> None:
+        self.config = config
+        self.embedding = torch.empty((config.vocab_size, config.hidden), dtype=dtype, device=device)
+        self.layers = [
+            DecoderLayer(index, config, dtype, device, deterministic=deterministic)
+            for index in range(config.num_layers)
+        ]
+        self.final_norm = torch.empty(config.hidden, dtype=dtype, device=device)
+        self.head = Linear(self.embedding if config.tied else torch.empty_like(self.embedding))
+        self._rotary = Rotary(config.rope, max_context, device, deterministic=deterministic)
+        self._deterministic = deterministic
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        """fp32 logits [len(batch.logit_rows), vocab]."""
+        attention.plan(batch)
+        x = F.embedding(batch.token_ids, self.embedding)
+        rope = self._rotary.tables(batch.positions)
+        for layer in self.layers[:-1]:
+            x = layer.forward(x, rope, attention, None)
+        x = self.layers[-1].forward(x, rope, attention, batch.logit_rows)
+        return self.head(rms_norm(x, self.final_norm, self.config.norm_eps)).float()
+
+    def targets(self) -> dict[str, torch.Tensor]:
+        """Every tensor a checkpoint must have, by its name there, as the place it belongs in."""
+        found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
+        if not self.config.tied:
+            found["lm_head.weight"] = self.head.weight
+        for layer in self.layers:
+            found.update(_layer_targets(layer, self.config))
+        return found
+
+    def ignorable(self, name: str) -> bool:
+        """Tensors a checkpoint may have beyond `targets`: a copy of the tied head, buffers old exporters wrote."""
+        return (name == "lm_head.weight" and self.config.tied) or _OLD_ROPE_BUFFER.fullmatch(name) is not None
+
+    def finish_loading(self) -> None:
+        """Once all weights are in place: what depends on their values."""
+        for layer in self.layers:
+            if layer.qk_norm is not None:
+                _spread_qk_norm(layer.qk_norm, self.config)
+        if self._deterministic:
+            for linear in (self.head, *(linear for layer in self.layers for linear in layer.linears())):
+                linear.make_deterministic()
+
+
+def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
+    return AttentionSpec(scale=config.head_dim**-0.5, sliding_window=config.windows[layer])
+
+
+def _layer_targets(layer: DecoderLayer, config: DecoderConfig) -> dict[str, torch.Tensor]:
+    prefix = f"model.layers.{layer.index}."
+    q, kv, mlp = config.num_heads * config.head_dim, config.kv_heads * config.head_dim, config.intermediate
+    parts = (
+        (layer.qkv, "self_attn", (("q_proj", q), ("k_proj", kv), ("v_proj", kv))),
+        (layer.output, "self_attn", (("o_proj", config.hidden),)),
+        (layer.gate_up, "mlp", (("gate_proj", mlp), ("up_proj", mlp))),
+        (layer.down, "mlp", (("down_proj", config.hidden),)),
+    )
+    found = {
+        prefix + "input_layernorm.weight": layer.input_norm,
+        prefix + "post_attention_layernorm.weight": layer.mlp_norm,
+    }
+    if layer.qk_norm is not None:
+        found[prefix + "self_attn.q_norm.weight"] = layer.qk_norm[0]
+        found[prefix + "self_attn.k_norm.weight"] = layer.qk_norm[config.num_heads]
+    for linear, block, names in parts:
+        start = 0
+        for name, rows in names:
+            found[f"{prefix}{block}.{name}.weight"] = linear.weight[start : start + rows]
+            if linear.bias is not None:
+                found[f"{prefix}{block}.{name}.bias"] = linear.bias[start : start + rows]
+            start += rows
+    return found
+
+
+def _spread_qk_norm(weight: torch.Tensor, config: DecoderConfig) -> None:
+    """The first query head's and the first key head's rows were loaded; the other heads repeat them."""
+    weight[1 : config.num_heads] = weight[0].clone()
+    weight[config.num_heads + 1 :] = weight[config.num_heads].clone()

@@ -1,0 +1,76 @@
+"""Puts weights into the own decoder, and holds what both implementations share. Leaves the cache to the runner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from services.gpu_worker.attention.base import AttentionBackend
+from services.gpu_worker.batch import ForwardBatch
+from services.gpu_worker.models.checkpoint import Checkpoint, copy_weights, digest
+from services.gpu_worker.models.config import ModelConfig, ModelFolder, limit_context
+from services.gpu_worker.models.decoder import Decoder, attention_spec
+from services.gpu_worker.models.dummy import fill_random
+from services.gpu_worker.models.families import DecoderConfig
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+
+
+class Model(Protocol):
+    """Weights with a forward pass that plans and calls the given attention."""
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        """fp32 logits [len(batch.logit_rows), vocab]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to load, whatever the implementation."""
+
+    device: torch.device
+    dtype: torch.dtype | None  # None: the folder's
+    load_format: LoadFormat
+    context_length: int  # 0: the model's
+    deterministic: bool
+
+
+def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) -> tuple[ModelConfig, Model]:
+    """The own decoder with its weights in place. Raises ModelError for weights that do not fit."""
+    checkpoint = None if options.load_format == "dummy" else Checkpoint(folder.path)
+    dtype = choose_dtype(folder, checkpoint, options)
+    context = limit_context(decoder.native_context, options.context_length, extendable=decoder.rope.kind == "dynamic")
+    model = Decoder(decoder, dtype, options.device, max_context=context, deterministic=options.deterministic)
+    if checkpoint is None:
+        fill_random(model.targets())
+    else:
+        copy_weights(checkpoint, model.targets(), model.ignorable)
+    model.finish_loading()
+    config = ModelConfig(
+        architecture=folder.architecture,
+        model_type=folder.model_type,
+        implementation="own",
+        digest=digest(folder.config, checkpoint),
+        dtype=dtype,
+        vocab_size=decoder.vocab_size,
+        hidden=decoder.hidden,
+        num_layers=decoder.num_layers,
+        num_heads=decoder.num_heads,
+        kv_heads=decoder.kv_heads,
+        head_dim=decoder.head_dim,
+        max_context=context,
+        eos_ids=folder.eos_ids(),
+        attention=tuple(attention_spec(decoder, layer) for layer in range(decoder.num_layers)),
+        deterministic=options.deterministic,
+    )
+    return config, model
+
+
+def choose_dtype(folder: ModelFolder, checkpoint: Checkpoint | None, options: LoadOptions) -> torch.dtype:
+    """The wished dtype, else the one config.json declares, else the one the weights are stored in."""
+    declared = options.dtype or folder.declared_dtype()
+    if declared is None and checkpoint is not None:
+        declared = checkpoint.floating_dtype()
+    return declared or torch.float32
