@@ -8,6 +8,7 @@ pipe (RADIXFLEET_PARENT_FD); its end of file means the parent is dead, however i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -27,6 +28,7 @@ log = structlog.get_logger(__name__)
 
 PARENT_FD = "RADIXFLEET_PARENT_FD"
 RUN_DIR = "RADIXFLEET_RUN_DIR"
+READY_FD = "RADIXFLEET_READY_FD"
 ORPHAN_GRACE_S = 3.0
 
 
@@ -56,6 +58,18 @@ def new_incarnation() -> int:
 def new_service_id(name: str, config: ServiceConfig) -> str:
     """The configured id, or a short random one."""
     return config.service_id or f"{name}-{uuid.uuid4().hex[:8]}"
+
+
+def announce_ready() -> None:
+    """Tell the launcher that users can be served; the front door says it once, on its first ready status.
+
+    Does nothing (again) where no launcher listens.
+    """
+    raw = os.environ.pop(READY_FD, None)
+    if raw is not None:
+        with contextlib.suppress(OSError):  # a launcher that is gone is noticed by its own pipe
+            os.write(int(raw), b"r")
+            os.close(int(raw))
 
 
 def run(name: str, config: ServiceConfig, make: Callable[[], Service]) -> int:
