@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 KV_LAYOUT = "HND"
@@ -24,6 +26,7 @@ class KVCache:
         self.page_size = page_size
         shape = (num_pages, 2, kv_heads, page_size, head_dim)
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.page_copier: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # a backend's faster copy_pages
 
     @staticmethod
     def bytes_per_page(num_layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -31,5 +34,7 @@ class KVCache:
 
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy whole pages, int64 [n] each; all sources are read before any target is written."""
+        if self.page_copier is not None:
+            return self.page_copier(sources, targets)
         for layer in self.layers:
             layer[targets] = layer[sources]

@@ -1,0 +1,97 @@
+"""Loads the kernel library and chooses the instruction set. Leaves building to build.py, tensors to the callers.
+
+RADIXFLEET_CPU_ISA (portable, avx2, avx512, amx) forces a path; without it the best one this processor runs is taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Mapping
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass
+
+import torch
+
+from services.gpu_worker.kernels import NativeUnavailable
+from services.gpu_worker.kernels.build import library_path
+
+ISAS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+ISA_VARIABLE = "RADIXFLEET_CPU_ISA"
+
+
+class LayerCall(ctypes.Structure):
+    """One layer's attention inputs; mirrors LayerCall of interface.h. Strides in elements per token."""
+
+    _fields_ = (
+        ("q", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("out", c_void_p),
+        ("cache", c_void_p),
+        ("q_stride", c_int64),
+        ("k_stride", c_int64),
+        ("v_stride", c_int64),
+        ("out_stride", c_int64),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("window", c_int32),
+    )
+
+
+_P = c_void_p
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "rf_has_isa": (c_int, (c_int,)),
+    "rf_plan_new": (_P, ()),
+    "rf_plan_free": (None, (_P,)),
+    "rf_plan_make": (
+        c_int,
+        (_P, _P, _P, _P, c_int64, _P, c_int, c_int, c_int, c_int, c_int, c_int, c_int64, c_int, c_int),
+    ),
+    "rf_plan_kv_bytes": (c_uint64, (_P,)),
+    "rf_attention": (None, (c_int, _P, POINTER(LayerCall))),
+    "rf_copy_pages": (c_int, (POINTER(_P), c_int, _P, _P, c_int, c_int64, c_int)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The loaded functions and the instruction set to run them with."""
+
+    functions: ctypes.CDLL
+    isa: str
+
+    @property
+    def isa_id(self) -> int:
+        return ISAS[self.isa]
+
+
+def load(environ: Mapping[str, str] | None = None) -> Library:
+    """Builds if needed and loads. Raises NativeUnavailable, and ValueError for a forced path that cannot run here."""
+    functions = _open(os.fspath(library_path()))
+    forced = (os.environ if environ is None else environ).get(ISA_VARIABLE, "")
+    if not forced:
+        return Library(functions, available_isas(functions)[-1])
+    if forced not in ISAS or not functions.rf_has_isa(ISAS[forced]):
+        raise ValueError(f"{ISA_VARIABLE}={forced}: not one of {', '.join(available_isas(functions))}")
+    return Library(functions, forced)
+
+
+@functools.cache
+def _open(path: str) -> ctypes.CDLL:
+    try:
+        functions = ctypes.CDLL(path)
+    except OSError as error:
+        raise NativeUnavailable(f"the kernel library does not load: {error}") from error
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(functions, name)
+        function.restype, function.argtypes = result, arguments
+    return functions
+
+
+@functools.cache
+def available_isas(functions: ctypes.CDLL) -> tuple[str, ...]:
+    """The paths this processor and system run, the best one last."""
+    return tuple(name for name, number in ISAS.items() if functions.rf_has_isa(number))

@@ -1,0 +1,238 @@
+// Paged attention of one layer: writes K and V, then decode rows and prefill chunks in one pass over the plan's items.
+// Leaves arithmetic to an Engine and the cutting of work into items to attention_plan.cpp.
+#pragma once
+
+#include "softmax.h"
+
+namespace radixfleet {
+namespace {
+
+template <class Engine>
+struct Attention {
+  using T = typename Engine::Storage;
+  using Word = typename Engine::Word;
+
+  Batch& batch;
+  const LayerCall& call;
+  const int head_dim, width, group;
+  const int64_t key_words, page_elements;
+  const size_t state_floats;
+  // One thread's scratch.
+  Word *queries, *keys, *values;
+  float *states, *scores, *block;
+  Word* staging;
+  const T** value_rows;
+  const Word** key_tiles;
+
+  Attention(Batch& b, const LayerCall& c, char* scratch)
+      : batch(b),
+        call(c),
+        head_dim(b.head_dim),
+        width(padded(b.head_dim, 16)),
+        group(b.q_heads / b.kv_heads),
+        key_words(Engine::key_words(b.head_dim)),
+        page_elements((int64_t)b.page_size * b.head_dim),
+        state_floats(partial_floats(b.head_dim)) {
+    auto carve = [&](size_t bytes) {
+      char* at = scratch;
+      scratch += (bytes + 63) / 64 * 64;
+      return (void*)at;
+    };
+    queries = (Word*)carve((size_t)kMaxItemTiles * key_words * kLanes * 4);
+    states = (float*)carve(kMaxItemTiles * state_floats * 4);
+    scores = (float*)carve(kBlock * kLanes * 4);
+    block = (float*)carve(state_floats * 4);
+    keys = (Word*)carve((size_t)kBlock * key_words * 4);
+    values = (Word*)carve((size_t)kBlock * width * 4);
+    staging = (Word*)carve((size_t)kLanes * padded(head_dim, 32) * 4);
+    value_rows = (const T**)carve(kBlock * sizeof(T*));
+    key_tiles = (const Word**)carve(kBlock / 16 * sizeof(Word*));
+  }
+
+  const T* page(int64_t id, int value, int head) const {
+    return (const T*)call.cache + ((id * 2 + value) * batch.kv_heads + head) * page_elements;
+  }
+
+  // Token and query head of a lane of an item's row.
+  int64_t query_offset(int row, int kv_head, int lane, int64_t stride) const {
+    return (batch.qo_indptr[row] + lane / group) * stride + (int64_t)(kv_head * group + lane % group) * head_dim;
+  }
+
+  // Queries of one tile, transposed: [word of d][16 lanes].
+  void pack_queries(const Item& item, int lane, int live, Word* dst) {
+    memset(staging, 0, (size_t)kLanes * key_words * 4);
+    for (int i = 0; i < live; i++) {
+      const T* q = (const T*)call.q + query_offset(item.row, item.kv_head, lane + i, call.q_stride);
+      Engine::key_row(q, head_dim, staging + i * key_words);
+    }
+    for (int w = 0; w < key_words; w += 16)
+      transpose16((const uint32_t*)staging + w, key_words, (uint32_t*)dst + w * kLanes, kLanes);
+  }
+
+  // K tiles and V of `count` keys from position first_key on; reads each page of the row once.
+  void load_block(const Item& item, int first_key, int count) {
+    const int32_t* table = batch.page_tables + item.row * batch.page_table_stride;
+    const int size = batch.page_size;
+    const bool direct = Engine::kDirectKeys && size % 16 == 0 && head_dim % 32 == 0;
+    for (int i = 0; i < count;) {
+      const int at = first_key + i, offset = at % size, take = size - offset < count - i ? size - offset : count - i;
+      const int64_t id = table[at / size];
+      const T* k = page(id, 0, item.kv_head) + (int64_t)offset * head_dim;
+      const T* v = page(id, 1, item.kv_head) + (int64_t)offset * head_dim;
+      for (int j = 0; j < take; j++) value_rows[i + j] = v + (int64_t)j * head_dim;
+      if (direct) {
+        for (int j = 0; j < take; j += 16) key_tiles[(i + j) / 16] = (const Word*)(k + (int64_t)j * head_dim);
+      } else {
+        for (int j = 0; j < take; j++) Engine::key_row(k + (int64_t)j * head_dim, head_dim, keys + (i + j) * key_words);
+      }
+      i += take;
+    }
+    const int rounded = padded(count, Engine::kKeyStep);
+    for (int i = count; i < rounded; i++) value_rows[i] = nullptr;
+    if (!direct)
+      for (int i = 0; i < rounded; i += 16) key_tiles[i / 16] = keys + i * key_words;
+    Engine::values(value_rows, rounded, head_dim, values);
+    __atomic_fetch_add(&batch.kv_bytes, (uint64_t)count * head_dim * 2 * sizeof(T), __ATOMIC_RELAXED);
+  }
+
+  Visible visible_keys(const Item& item, int lane, int live) const {
+    const int tokens = batch.qo_indptr[item.row + 1] - batch.qo_indptr[item.row];
+    const int start = batch.kv_lengths[item.row] - tokens;
+    Visible visible;
+    for (int i = 0; i < kLanes; i++) {
+      visible.last[i] = start + (lane + (i < live ? i : live - 1)) / group;
+      visible.first[i] = call.window > 0 && visible.last[i] >= call.window ? visible.last[i] - call.window + 1 : 0;
+    }
+    visible.min_first = visible.first[0], visible.min_last = visible.last[0];
+    visible.max_first = visible.first[kLanes - 1], visible.max_last = visible.last[kLanes - 1];
+    return visible;
+  }
+
+  // One tile against the loaded block; the result goes to `result` in the form of a state.
+  void attend(const Word* q, int first_key, int count, int live, const Visible& visible, float* result) {
+    const int rounded = padded(count, 16), vectors = (live + kWidth - 1) / kWidth;
+    Engine::scores(q, key_tiles, rounded, head_dim, scores, vectors);
+    float factor = call.scale * 1.4426950408889634f;
+    if (call.soft_cap > 0) {
+      cap_scores(scores, rounded, call.scale, call.soft_cap);
+      factor = 1.4426950408889634f;
+    }
+    if (first_key + rounded - 1 > visible.min_last || first_key < visible.max_first)
+      mask_scores(scores, rounded, first_key, visible);
+    float* maxima = result + width * kLanes;
+    softmax<Engine::kPairs>(scores, rounded, factor, maxima, maxima + kLanes);
+    const int stepped = padded(rounded, Engine::kKeyStep);
+    if (stepped > rounded) memset(scores + rounded / 2 * kLanes, 0, (stepped - rounded) / 2 * kLanes * 4);
+    Engine::weighted((const Word*)scores, values, stepped, head_dim, result, vectors);
+  }
+
+  // Divides by the sums, transposes back and stores the live lanes in the output's type.
+  void finish(const Item& item, int lane, int live, float* state) {
+    float inverse[kLanes];
+    const float* sums = state + (width + 1) * kLanes;
+    for (int i = 0; i < kLanes; i++) inverse[i] = sums[i] > 0 ? 1 / sums[i] : 0;
+    for (int d = 0; d < width; d++)
+      for (int j = 0; j < kLanes; j += kWidth)
+        store(state + d * kLanes + j, load(state + d * kLanes + j) * load(inverse + j));
+    float* rows = (float*)staging;
+    for (int d = 0; d < width; d += 16)
+      transpose16((const uint32_t*)state + d * kLanes, kLanes, (uint32_t*)rows + d, width);
+    for (int i = 0; i < live; i++) {
+      T* out = (T*)call.out + query_offset(item.row, item.kv_head, lane + i, call.out_stride);
+      int d = 0;
+      for (; d + kWidth <= head_dim; d += kWidth) store_narrow(out + d, load(rows + i * width + d));
+      for (; d < head_dim; d++) out[d] = sizeof(T) == 2 ? (T)to_bf16(rows[i * width + d]) : (T)rows[i * width + d];
+    }
+  }
+
+  float* partial(const Split& split, int tile, int b) const {
+    return batch.partials + (split.first_partial + (int64_t)tile * split.blocks + b) * state_floats;
+  }
+
+  void run_block(const Item& item, const Visible* visible, int tiles, int b) {
+    const int first_key = b * kBlock, last_lane = tiles - 1;
+    Split* split = item.split >= 0 ? &batch.splits[item.split] : nullptr;
+    const int seen = visible[last_lane].max_last + 1 - first_key;
+    const bool needed = seen > 0 && first_key + kBlock > visible[0].min_first;
+    if (needed) load_block(item, first_key, seen < kBlock ? seen : kBlock);
+    for (int t = 0; t < tiles; t++) {
+      const int live = item.lanes - t * kLanes < kLanes ? item.lanes - t * kLanes : kLanes;
+      const int count = visible[t].max_last + 1 - first_key < kBlock ? visible[t].max_last + 1 - first_key : kBlock;
+      const bool skip = !needed || count <= 0 || first_key + kBlock <= visible[t].min_first;
+      float* result = split ? partial(*split, t, b) : block;
+      if (skip && split) clear_state(result, width);
+      if (skip) continue;
+      attend(queries + (int64_t)t * key_words * kLanes, first_key, count, live, visible[t], result);
+      if (!split) merge(states + t * state_floats, block, width);
+    }
+  }
+
+  void merge_split(const Item& item, Split& split, int tiles) {
+    if (__atomic_sub_fetch(&split.remaining, 1, __ATOMIC_ACQ_REL) != 0) return;
+    __atomic_store_n(&split.remaining, split.items, __ATOMIC_RELAXED);
+    for (int t = 0; t < tiles; t++) {
+      float* state = states + t * state_floats;
+      clear_state(state, width);
+      for (int b = 0; b < split.blocks; b++) merge(state, partial(split, t, b), width);
+    }
+    write_tiles(item, tiles);
+  }
+
+  void write_tiles(const Item& item, int tiles) {
+    for (int t = 0; t < tiles; t++) {
+      const int lane = t * kLanes, live = item.lanes - lane < kLanes ? item.lanes - lane : kLanes;
+      finish(item, item.first_lane + lane, live, states + t * state_floats);
+    }
+  }
+
+  void run(const Item& item) {
+    const int tiles = (item.lanes + kLanes - 1) / kLanes;
+    Visible visible[kMaxItemTiles];
+    for (int t = 0; t < tiles; t++) {
+      const int lane = t * kLanes, live = item.lanes - lane < kLanes ? item.lanes - lane : kLanes;
+      visible[t] = visible_keys(item, item.first_lane + lane, live);
+      pack_queries(item, item.first_lane + lane, live, queries + (int64_t)t * key_words * kLanes);
+      if (item.split < 0) clear_state(states + t * state_floats, width);
+    }
+    for (int b = item.first_block; b < item.last_block; b++) run_block(item, visible, tiles, b);
+    if (item.split < 0) write_tiles(item, tiles);
+    else merge_split(item, batch.splits[item.split], tiles);
+  }
+};
+
+// Stores the K and V of tokens first..last - 1 at their slots.
+template <class T>
+void write_kv(const Batch& batch, const LayerCall& call, int first, int last) {
+  const int64_t size = batch.page_size, dim = batch.head_dim;
+  for (int t = first; t < last; t++) {
+    const int64_t id = batch.kv_slots[t] / size, offset = batch.kv_slots[t] % size;
+    for (int h = 0; h < batch.kv_heads; h++) {
+      T* k = (T*)call.cache + ((id * 2 * batch.kv_heads + h) * size + offset) * dim;
+      memcpy(k, (const T*)call.k + t * call.k_stride + h * dim, dim * sizeof(T));
+      memcpy(k + batch.kv_heads * size * dim, (const T*)call.v + t * call.v_stride + h * dim, dim * sizeof(T));
+    }
+  }
+}
+
+template <class Engine>
+void attention(Batch& batch, const LayerCall& call) {
+#pragma omp parallel num_threads(batch.threads)
+  {
+#if defined(_OPENMP)
+    const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#else
+    const int thread = 0, threads = 1;
+#endif
+    Engine::begin();
+    write_kv<typename Engine::Storage>(batch, call, (int)((int64_t)batch.tokens * thread / threads),
+                                       (int)((int64_t)batch.tokens * (thread + 1) / threads));
+    Attention<Engine> attention(batch, call, batch.scratch + batch.scratch_stride * thread);
+#pragma omp barrier
+#pragma omp for schedule(dynamic, 1)
+    for (int i = 0; i < batch.num_items; i++) attention.run(batch.items[i]);
+    Engine::end();
+  }
+}
+
+}  // namespace
+}  // namespace radixfleet

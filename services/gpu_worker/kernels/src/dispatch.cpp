@@ -1,0 +1,104 @@
+// Which instruction sets this processor and kernel offer, and the page copy. Leaves the choice to the caller.
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#if defined(__linux__)
+#include <sys/syscall.h>
+#endif
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "interface.h"
+
+namespace radixfleet {
+
+const Kernels& kernels_of(int isa) {
+  switch (isa) {
+#if defined(RF_HAVE_AVX2)
+    case kAvx2: return kernels_avx2;
+#endif
+#if defined(RF_HAVE_AVX512)
+    case kAvx512: return kernels_avx512;
+#endif
+#if defined(RF_HAVE_AMX)
+    case kAmx: return kernels_amx;
+#endif
+    default: return kernels_portable;
+  }
+}
+
+namespace {
+
+#if defined(__x86_64__)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+}
+#endif
+
+#if defined(__linux__) && defined(__x86_64__)
+bool cpuid_has_amx() {
+  uint32_t a = 7, b, c = 0, d;
+  __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  return (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
+}
+// The kernel gives the 8 KiB tile state to a process only on request (ARCH_REQ_XCOMP_PERM, XTILEDATA).
+bool request_amx() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+// Runs a tile instruction in a child, so that a hypervisor that shows the flag and traps the use costs us nothing.
+bool probe_amx() {
+  const pid_t child = fork();
+  if (child == 0) {
+    if (!request_amx()) _exit(1);
+    alignas(64) uint8_t config[64] = {1};
+    config[16] = 64, config[48] = 1;
+    __asm__ volatile("ldtilecfg %0\n\ttilezero %%tmm0\n\ttilerelease" : : "m"(config));
+    _exit(0);
+  }
+  int status = 0;
+  return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+#endif
+
+}  // namespace
+}  // namespace radixfleet
+
+using namespace radixfleet;
+
+// 1 when the kernels of `isa` are in this library and run here. For AMX this also asks the kernel for its state.
+RF_EXPORT int rf_has_isa(int isa) {
+  if (isa == kPortable) return 1;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#if defined(RF_HAVE_AVX2)
+  if (isa == kAvx2) return has_avx2();
+#endif
+#if defined(RF_HAVE_AVX512)
+  if (isa == kAvx512) return has_avx512();
+#endif
+#if defined(RF_HAVE_AMX) && defined(__linux__)
+  if (isa == kAmx) return has_avx512() && cpuid_has_amx() && probe_amx() && request_amx();
+#endif
+#endif
+  return 0;
+}
+
+// Copies pages of `page_bytes` bytes within every layer; all sources are read before any target is written.
+RF_EXPORT int rf_copy_pages(void* const* layers, int num_layers, const int64_t* sources, const int64_t* targets, int count,
+                            int64_t page_bytes, int threads) {
+  char* held = (char*)malloc((size_t)num_layers * count * page_bytes);
+  if (!held && num_layers * count > 0) return -1;
+  (void)threads;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int l = 0; l < num_layers; l++) {
+    char *layer = (char*)layers[l], *copy = held + (size_t)l * count * page_bytes;
+    for (int i = 0; i < count; i++) memcpy(copy + i * page_bytes, layer + sources[i] * page_bytes, page_bytes);
+    for (int i = 0; i < count; i++) memcpy(layer + targets[i] * page_bytes, copy + i * page_bytes, page_bytes);
+  }
+  free(held);
+  return 0;
+}

@@ -1,0 +1,134 @@
+// Attention arithmetic on vectors: scores and weighted sums with the 16 queries of a tile in the lanes. Leaves the
+// order of blocks, masks and softmax to attention.h.
+//
+//   scores    S[key][lane]  = sum_d K[key][d] * Q[d][lane]        broadcast K, Q in vectors
+//   weighted  O[d][lane]    = sum_key V[key][d] * P[key][lane]    broadcast V, P in vectors
+#pragma once
+
+#include "simd.h"
+
+namespace radixfleet {
+namespace {
+
+// Multiply-accumulate of one step: floats, or pairs of bf16.
+inline Vec step(Vec acc, Vec b, float a) { return acc + b * a; }
+#if defined(__AVX512BF16__)
+inline Vec step(Vec acc, Uint b, uint32_t a) {
+  return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)_mm512_set1_epi32((int)a));
+}
+#endif
+
+// C[i][lanes] = sum_k a[i * si + k * sk] * b[k][lanes] for R rows i and N vectors of lanes.
+template <int R, int N, class B, class A>
+inline void block_product(const A* a, int64_t si, int64_t sk, const A* b, int depth, float* c) {
+  Vec acc[R][N] = {};
+  for (int k = 0; k < depth; k++) {
+    B lanes[N];
+    for (int j = 0; j < N; j++) lanes[j] = load_as<B>(b + (int64_t)k * kLanes + j * kWidth);
+    for (int i = 0; i < R; i++)
+      for (int j = 0; j < N; j++) acc[i][j] = step(acc[i][j], lanes[j], a[i * si + k * sk]);
+  }
+  for (int i = 0; i < R; i++)
+    for (int j = 0; j < N; j++) store(c + i * kLanes + j * kWidth, acc[i][j]);
+}
+
+// The same for any number of rows that is a multiple of 8; `vectors` of the lanes are alive.
+template <class B, class A>
+inline void product(const A* a, int64_t si, int64_t sk, const A* b, int depth, float* c, int rows, int vectors) {
+  for (int i = 0; i < rows; i += 8, a += 8 * si, c += 8 * kLanes) {
+    if (vectors == 1) {
+      block_product<8, 1, B>(a, si, sk, b, depth, c);
+    } else if (vectors == 2) {
+      for (int r = 0; r < 8; r += 4) block_product<4, kVectors >= 2 ? 2 : 1, B>(a + r * si, si, sk, b, depth, c + r * kLanes);
+    } else {
+      for (int r = 0; r < 8; r += 2) block_product<2, kVectors, B>(a + r * si, si, sk, b, depth, c + r * kLanes);
+    }
+  }
+}
+
+// fp32 arithmetic over a cache of fp32 or bf16; K and V of a block are widened into scratch.
+template <class T>
+struct VectorEngine {
+  using Storage = T;
+  using Word = float;  // what queries, K and V are held in
+  static constexpr bool kPairs = false;
+  static constexpr bool kDirectKeys = false;
+  static constexpr int kKeyStep = 16;
+  static void begin() {}
+  static void end() {}
+  static int64_t key_words(int head_dim) { return padded(head_dim, 16); }
+  static int64_t value_words(int head_dim, int keys) { return (int64_t)padded(head_dim, 16) * keys; }
+
+  static void widen_row(const T* src, int n, int width, float* dst) {
+    int d = 0;
+    for (; d + kWidth <= n; d += kWidth) store(dst + d, load_wide(src + d));
+    for (; d < n; d++) dst[d] = sizeof(T) == 2 ? to_float((bf16)src[d]) : (float)src[d];
+    for (; d < width; d++) dst[d] = 0;
+  }
+  static void key_row(const T* src, int head_dim, float* dst) { widen_row(src, head_dim, padded(head_dim, 16), dst); }
+
+  // rows[i] is the V row of key i, or null beyond the row's end; count is a multiple of 16.
+  static void values(const T* const* rows, int count, int head_dim, float* dst) {
+    const int width = padded(head_dim, 16);
+    for (int i = 0; i < count; i++) {
+      if (rows[i]) widen_row(rows[i], head_dim, width, dst + (int64_t)i * width);
+      else memset(dst + (int64_t)i * width, 0, width * 4);
+    }
+  }
+  static void scores(const float* q, const float* const* key_tiles, int count, int head_dim, float* s, int vectors) {
+    const int width = padded(head_dim, 16);
+    for (int i = 0; i < count; i += 16)
+      product<Vec>(key_tiles[i / 16], (int64_t)width, (int64_t)1, q, width, s + i * kLanes, 16, vectors);
+  }
+  static void weighted(const float* p, const float* v, int count, int head_dim, float* o, int vectors) {
+    const int width = padded(head_dim, 16);
+    product<Vec>(v, (int64_t)1, (int64_t)width, p, count, o, width, vectors);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// bf16 pairs through the dot-product instruction: K rows as they are, V interleaved [key / 2][d][2].
+struct PairEngine {
+  using Storage = bf16;
+  using Word = uint32_t;
+  static constexpr bool kPairs = true;
+  static constexpr bool kDirectKeys = true;
+  static constexpr int kKeyStep = 16;
+  static void begin() {}
+  static void end() {}
+  static int64_t key_words(int head_dim) { return padded(head_dim, 32) / 2; }
+  static int64_t value_words(int head_dim, int keys) { return (int64_t)padded(head_dim, 16) * keys / 2; }
+
+  static void key_row(const bf16* src, int head_dim, uint32_t* dst) {
+    memcpy(dst, src, head_dim * 2);
+    memset((bf16*)dst + head_dim, 0, (padded(head_dim, 32) - head_dim) * 2);
+  }
+  // 16 dimensions of two keys as words (even key low).
+  static __m512i interleave(const bf16* even, const bf16* odd, int dims) {
+    const __mmask16 mask = dims >= 16 ? 0xffff : (__mmask16)((1u << dims) - 1);
+    const __m512i a = even ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even)) : _mm512_setzero_si512();
+    const __m512i b = odd ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd)) : _mm512_setzero_si512();
+    return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
+  }
+  static void values(const bf16* const* rows, int count, int head_dim, uint32_t* dst) {
+    const int width = padded(head_dim, 16);
+    for (int i = 0; i < count; i += 2)
+      for (int d = 0; d < width; d += 16) {
+        const bf16 *even = rows[i] ? rows[i] + d : nullptr, *odd = rows[i + 1] ? rows[i + 1] + d : nullptr;
+        _mm512_storeu_si512(dst + (int64_t)i / 2 * width + d, interleave(even, odd, head_dim - d));
+      }
+  }
+  static void scores(const uint32_t* q, const uint32_t* const* key_tiles, int count, int head_dim, float* s, int vectors) {
+    const int width = padded(head_dim, 32) / 2;
+    for (int i = 0; i < count; i += 16)
+      product<Uint>(key_tiles[i / 16], (int64_t)width, (int64_t)1, q, width, s + i * kLanes, 16, vectors);
+  }
+  static void weighted(const uint32_t* p, const uint32_t* v, int count, int head_dim, float* o, int vectors) {
+    const int width = padded(head_dim, 16);
+    product<Uint>(v, (int64_t)1, (int64_t)width, p, count / 2, o, width, vectors);
+  }
+};
+#endif
+
+}  // namespace
+}  // namespace radixfleet
