@@ -1,0 +1,72 @@
+"""From a step's rows to the ForwardBatch on the device, vectorised over rows; leaves the checks to `rows`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.gpu_worker.batch import ForwardBatch, SharedGroup
+from services.gpu_worker.faults import ProtocolError
+from services.gpu_worker.rows import StepRows
+from services.gpu_worker.slots import Slots, column
+from shared.messages.step import StepCommand
+
+Ints = NDArray[np.int64]
+
+
+def build_batch(rows: StepRows, command: StepCommand, slots: Slots, device: torch.device) -> ForwardBatch:
+    """`logit_rows` are the sampling rows' last tokens in output order, then the scored tokens span after span."""
+    starts = slots.computed[rows.slots]
+    indptr = np.zeros(rows.num_rows + 1, dtype=np.int64)
+    np.cumsum(rows.lengths, out=indptr[1:])
+    page_size = slots.limits.page_size
+    if rows.num_decode == rows.num_rows:
+        positions, owners = starts, rows.slots
+    else:
+        positions = np.repeat(starts - indptr[:-1], rows.lengths) + np.arange(indptr[-1])
+        owners = np.repeat(rows.slots, rows.lengths)
+    pages = slots.table[owners, positions // page_size].astype(np.int64)
+    lengths = starts + rows.lengths
+    width = -(-int(lengths.max()) // page_size)
+    logit_rows = [indptr[rows.sampling + 1] - 1]
+    logit_rows += [indptr[s.row] + s.first + np.arange(len(s.targets)) for s in rows.spans]
+    return ForwardBatch(
+        token_ids=_on(device, np.concatenate([slots.last_token[rows.slots[: rows.num_decode]], *rows.chunks])),
+        positions=_on(device, positions),
+        qo_indptr=_on(device, indptr.astype(np.int32)),
+        kv_lengths=_on(device, lengths.astype(np.int32)),
+        page_tables=_on(device, slots.table[:, :width][rows.slots]),
+        kv_slots=_on(device, pages * page_size + positions % page_size),
+        logit_rows=_on(device, np.concatenate(logit_rows)),
+        num_decode_rows=rows.num_decode,
+        groups=_groups(rows, command, slots, device) if command.group_sizes else (),
+    )
+
+
+def _groups(rows: StepRows, command: StepCommand, slots: Slots, device: torch.device) -> tuple[SharedGroup, ...]:
+    members, sizes, pages = column(command.group_slots), column(command.group_sizes), column(command.group_pages)
+    if len(sizes) != len(pages) or sizes.sum() != len(members) or (sizes < 0).any():
+        raise ProtocolError("the columns of shared groups do not fit together")
+    row_of = {slot: row for row, slot in enumerate(rows.slots[: rows.num_decode].tolist())}
+    groups: list[SharedGroup] = []
+    for slots_of, count in zip(np.split(members, np.cumsum(sizes)[:-1]), pages.tolist(), strict=True):
+        present = [row_of[slot] for slot in slots_of.tolist() if slot in row_of]
+        if len(present) < 2 or count <= 0:
+            continue
+        _require_shared(rows.slots[present], count, slots)
+        groups.append(SharedGroup(_on(device, np.array(present, dtype=np.int32)), count))
+    return tuple(groups)
+
+
+def _require_shared(members: Ints, count: int, slots: Slots) -> None:
+    if count > slots.limits.max_pages or (slots.computed[members] < count * slots.limits.page_size).any():
+        raise ProtocolError(f"a group shares {count} pages that are not full")
+    shared = slots.table[:, :count][members]
+    if (shared != shared[0]).any():
+        raise ProtocolError("the pages of a shared group differ")
+
+
+def _on(device: torch.device, values: NDArray) -> torch.Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)

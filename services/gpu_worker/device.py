@@ -1,0 +1,65 @@
+"""Which device and how many threads; leaves memory to `memory`. The core count is found without importing torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_CPUS = Path("/sys/devices/system/cpu")
+
+
+def physical_cores() -> int:
+    """Cores this process may use, hyper-threads counted once, at least 1."""
+    allowed = os.sched_getaffinity(0)
+    cores = {_siblings(cpu) for cpu in allowed}
+    return max(1, min(len(cores), _quota() or len(cores)))
+
+
+def set_thread_environment(threads: int) -> None:
+    """Passive waiting and the thread count, for OpenMP runtimes that read them when torch is imported.
+
+    Values the user has set stay.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads or physical_cores()))
+
+
+def set_torch_threads(threads: int) -> int:
+    """Let torch use `threads` (0: all physical cores) from the calling thread on; returns the number."""
+    import torch
+
+    number = threads or physical_cores()
+    torch.set_num_threads(number)
+    return number
+
+
+def resolve(name: str) -> torch.device:
+    """The device for `auto`, `cpu` or `cuda`. Raises SystemExit where cuda is asked for and missing."""
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("radixfleet: --device cuda, but torch finds no CUDA device")
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _siblings(cpu: int) -> str:
+    try:
+        return (_CPUS / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def _quota() -> int:
+    # Where a container has fewer cores than the machine, more threads only wait for their share.
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return 0
+    return 0 if quota == "max" else max(1, int(quota) // int(period))

@@ -1,0 +1,123 @@
+"""Executes one StepCommand: slots, page copies, one forward, masks, sampling, scores. Leaves the wire to the worker.
+
+Raises out of `execute` are faults of the whole step (`faults.classify`); what concerns one row is a RowError in the
+result. Everything here runs in the compute thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.gpu_worker.batch import ForwardBatch
+from services.gpu_worker.batch_builder import build_batch
+from services.gpu_worker.kv_cache import KVCache
+from services.gpu_worker.outcome import Outcome
+from services.gpu_worker.rows import StepRows, plan_rows
+from services.gpu_worker.sampler import Sampler
+from services.gpu_worker.sampling import MaskRows, sample_rows, take_masks
+from services.gpu_worker.slots import SlotLimits, Slots
+from shared.messages.step import StepCommand, StepResult
+
+Ints = NDArray[np.int64]
+MaskSource = Callable[[int], tuple[bytes, bytes]]
+"""Waits for the masks of a step: (int32 slots, uint32 words). Raises StepAborted when the wait is given up."""
+
+
+class Runner(Protocol):
+    """What the engine needs of a model."""
+
+    kv_cache: KVCache
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """float32 logits [len(logit_rows), vocab]; the engine may write into them."""
+        ...
+
+
+@dataclass(slots=True)
+class StepStats:
+    """What the last step was, for gauges."""
+
+    decode_rows: int = 0
+    prefill_rows: int = 0
+    tokens: int = 0
+    forward_ms: float = 0.0
+    sample_ms: float = 0.0
+    mask_wait_ms: float = 0.0
+
+
+class Engine:
+    """One model with its slots; a step is a function of what came before it and of the command."""
+
+    def __init__(self, runner: Runner, limits: SlotLimits, max_batched_tokens: int, device: torch.device) -> None:
+        self._runner = runner
+        self._device = device
+        self._max_batched_tokens = max_batched_tokens
+        self.slots = Slots(limits)
+        self._sampler = Sampler(limits.vocab_size, device)
+        self.stats = StepStats()
+
+    def reset(self) -> None:
+        """Forget all requests, as a new incarnation must."""
+        self.slots.reset()
+
+    @torch.inference_mode()
+    def execute(self, command: StepCommand, masks: MaskSource, incarnation: int, queue_ms: float = 0.0) -> StepResult:
+        """Apply the command and answer it. Raises ProtocolError, StepAborted, and whatever the model raises."""
+        self.slots.apply(command)
+        self._copy_pages(command)
+        rows = plan_rows(command, self.slots, self._max_batched_tokens)
+        outcome = Outcome(rows.num_outputs)
+        for slot, detail in rows.errors.items():
+            outcome.fail(self.slots, slot, detail)
+        started = time.perf_counter()
+        logits = self._forward(rows, command)
+        forwarded = time.perf_counter()
+        held = take_masks(command, masks, rows, self.slots.limits.vocab_size)
+        waited = time.perf_counter()
+        if logits is not None:
+            self._finish(rows, logits, held, outcome)
+        self.stats = StepStats(
+            decode_rows=rows.num_decode,
+            prefill_rows=rows.num_rows - rows.num_decode,
+            tokens=int(rows.lengths.sum()),
+            forward_ms=(forwarded - started) * 1e3,
+            mask_wait_ms=(waited - forwarded) * 1e3 if command.masked_slots else 0.0,
+            sample_ms=(time.perf_counter() - waited) * 1e3,
+        )
+        return outcome.result(command, incarnation, self.stats.forward_ms, self.stats.mask_wait_ms, queue_ms)
+
+    def _copy_pages(self, command: StepCommand) -> None:
+        pairs = self.slots.copy_pairs(command)
+        if pairs is not None:
+            sources, targets = (torch.from_numpy(np.ascontiguousarray(p)).to(self._device) for p in pairs)
+            self._runner.kv_cache.copy_pages(sources, targets)
+
+    def _forward(self, rows: StepRows, command: StepCommand) -> torch.Tensor | None:
+        if not rows.num_rows:
+            return None
+        logits = self._runner.forward(build_batch(rows, command, self.slots, self._device))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the time of a step is its own, and its errors are raised in it
+        return logits
+
+    def _finish(self, rows: StepRows, logits: torch.Tensor, masks: MaskRows | None, outcome: Outcome) -> None:
+        slots = self.slots
+        sampling = len(rows.sampling)
+        outcome.score_prompts(rows.spans, logits[sampling:], slots)
+        starts = slots.computed[rows.slots]
+        slots.computed[rows.slots] = starts + rows.lengths
+        for slot, start, tokens in zip(
+            rows.slots[rows.num_decode :], starts[rows.num_decode :], rows.chunks, strict=True
+        ):
+            edits = slots.edits[slot]
+            if edits is not None and edits.history is not None:
+                edits.history.extend(int(start), tokens.tolist())
+        if sampling:
+            sample_rows(rows, logits[:sampling], masks, slots, self._sampler, outcome)

@@ -1,0 +1,72 @@
+"""Runs a session's steps in the compute thread and hands results to the event loop; leaves sockets to the worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from services.gpu_worker.activity import Activity
+from services.gpu_worker.compute import ComputeThread
+from services.gpu_worker.engine import Engine
+from services.gpu_worker.faults import StepAborted, classify
+from services.gpu_worker.session import Session
+from shared.messages.step import StepCommand, StepResult, WorkerFault
+
+log = structlog.get_logger(__name__)
+
+Reply = Callable[[Session, StepResult | WorkerFault], None]
+
+
+class Executor:
+    """`reply` is called in the event loop with each result, and at most one fault, of a session that is still live."""
+
+    def __init__(self, engine: Engine, activity: Activity, compute: ComputeThread, reply: Reply) -> None:
+        self._engine = engine
+        self.activity = activity
+        self._compute = compute
+        self._reply = reply
+
+    def reset(self) -> None:
+        """Forget all slots once the step in execution has ended."""
+        self._compute.submit(self._reset)
+
+    def submit(self, session: Session, command: StepCommand) -> None:
+        """Execute `command` after all earlier ones."""
+        received = time.perf_counter()
+        self._compute.submit(lambda: self._run(session, command, received))
+
+    def _reset(self) -> None:
+        self._engine.reset()
+        self.activity.forget()
+
+    def _run(self, session: Session, command: StepCommand, received: float) -> None:
+        if not session.is_live:
+            return
+        self.activity.begin()
+        try:
+            queue_ms = (time.perf_counter() - received) * 1e3
+            result = self._engine.execute(command, self._masks_of(session), session.incarnation, queue_ms)
+        except StepAborted:
+            return
+        except Exception as error:
+            session.end()
+            log.exception("step failed", step_id=command.step_id, epoch=command.epoch)
+            detail = f"{type(error).__name__}: {error}"
+            fault = WorkerFault(session.incarnation, command.step_id, classify(error), detail)
+            self._compute.post(self._reply, session, fault)
+        else:
+            session.settle(command.step_id)
+            self.activity.finish(command.step_id, self._engine.stats)
+            self._compute.post(self._reply, session, result)
+        finally:
+            self.activity.pause()
+
+    def _masks_of(self, session: Session) -> Callable[[int], tuple[bytes, bytes]]:
+        def take(step_id: int) -> tuple[bytes, bytes]:
+            masks = session.take_masks(step_id, on_wait=self.activity.pause)
+            self.activity.begin()
+            return masks
+
+        return take

@@ -1,0 +1,157 @@
+"""One command's rows, checked, without those of ended slots; leaves tensors to `batch_builder`.
+
+outputs   decode_slots in order, then the sampling prefills in order     (one token each in the result)
+rows      those of them that run, then the prefills that do not sample, each with its place in outputs
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.gpu_worker.faults import ProtocolError
+from services.gpu_worker.slots import Slots, column
+from shared.messages.step import PrefillRow, StepCommand
+
+Ints = NDArray[np.int64]
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSpan:
+    """Prompt tokens one row scores: the logits of tokens `first`, `first` + 1, ... of the row, and their targets."""
+
+    prefill: int  # index into the command's prefills
+    slot: int
+    row: int  # index into the rows of the step
+    first: int
+    targets: Ints
+    leading_unscored: bool  # the span begins with token 0 of the prompt
+
+
+@dataclass(slots=True)
+class StepRows:
+    """Columns over the R rows that run, decode rows first."""
+
+    slots: Ints = field(default_factory=lambda: _NONE)
+    lengths: Ints = field(default_factory=lambda: _NONE)
+    num_decode: int = 0
+    chunks: list[Ints] = field(default_factory=list)  # token ids of the prefill rows
+    sampling: Ints = field(default_factory=lambda: _NONE)  # rows that sample, in output order
+    outputs: Ints = field(default_factory=lambda: _NONE)  # their index in the result's token_ids
+    num_outputs: int = 0
+    output_of_slot: dict[int, int] = field(default_factory=dict)  # every sampling slot, also those that do not run
+    spans: list[ScoredSpan] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)  # slot -> why its row does not run
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+
+def plan_rows(command: StepCommand, slots: Slots, max_batched_tokens: int) -> StepRows:
+    """Check the command's rows against the slots and lay them out. Raises ProtocolError."""
+    decode = _decode_slots(command, slots)
+    rows = StepRows(num_outputs=len(decode), output_of_slot={s: i for i, s in enumerate(decode.tolist())})
+    running = _running(decode, slots)
+    rows.num_decode = len(running)
+    rows.slots = decode[running]
+    rows.lengths = np.ones(len(running), dtype=np.int64)
+    rows.sampling, rows.outputs = np.arange(len(running)), running
+    if command.prefills:
+        _add_prefills(rows, command, slots)
+    _require_room(rows, slots, max_batched_tokens)
+    return rows
+
+
+def _decode_slots(command: StepCommand, slots: Slots) -> Ints:
+    decode = column(command.decode_slots)
+    if not len(decode):
+        return decode
+    if not (decode.min() >= 0 and decode.max() < slots.limits.max_slots and slots.is_open[decode].all()):
+        raise ProtocolError("a decode row's slot is not open")
+    if len(np.unique(decode)) != len(decode):
+        raise ProtocolError("a slot has two decode rows")
+    return decode
+
+
+def _running(decode: Ints, slots: Slots) -> Ints:
+    ended = slots.ended[decode] | (slots.remaining[decode] <= 0)
+    running = np.flatnonzero(~ended)
+    if (slots.last_token[decode[running]] < 0).any():
+        raise ProtocolError("a decode row's slot has sampled nothing yet")
+    return running
+
+
+def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
+    seen = set(rows.output_of_slot)
+    added: list[int] = []
+    sampling: list[int] = []
+    outputs: list[int] = []
+    for index, prefill in enumerate(command.prefills):
+        slot = prefill.slot
+        slots.require_open(slot)
+        if slot in seen:
+            raise ProtocolError(f"slot {slot} has two rows")
+        seen.add(slot)
+        output = -1
+        if prefill.sample:
+            output = rows.output_of_slot[slot] = rows.num_outputs
+            rows.num_outputs += 1
+        tokens = _tokens(rows, prefill, slots)
+        if tokens is None:
+            continue
+        row = rows.num_decode + len(added)
+        added.append(slot)
+        rows.chunks.append(tokens)
+        if prefill.sample and slots.remaining[slot] > 0:
+            sampling.append(row)
+            outputs.append(output)
+        if prefill.score_from >= 0:
+            rows.spans.extend(_span(index, row, prefill, tokens, int(slots.computed[slot])))
+    rows.slots = np.concatenate([rows.slots, np.array(added, dtype=np.int64)])
+    rows.lengths = np.concatenate([rows.lengths, np.array([len(c) for c in rows.chunks], dtype=np.int64)])
+    rows.sampling = np.concatenate([rows.sampling, np.array(sampling, dtype=np.int64)])
+    rows.outputs = np.concatenate([rows.outputs, np.array(outputs, dtype=np.int64)])
+
+
+def _tokens(rows: StepRows, prefill: PrefillRow, slots: Slots) -> Ints | None:
+    if slots.ended[prefill.slot]:
+        return None
+    tokens = column(prefill.token_ids)
+    if not len(tokens):
+        raise ProtocolError(f"slot {prefill.slot} has an empty prefill row")
+    detail = slots.refused.get(prefill.slot, "")
+    vocab = slots.limits.vocab_size
+    # What a user may have sent ends that request; only what the scheduler made up ends the worker's incarnation.
+    if tokens.min() < 0 or max(tokens.max(), prefill.next_token) >= vocab:
+        detail = f"a token is outside the vocabulary of {vocab}"
+    if detail:
+        rows.errors[prefill.slot] = detail
+        return None
+    return tokens
+
+
+def _span(index: int, row: int, prefill: PrefillRow, tokens: Ints, start: int) -> list[ScoredSpan]:
+    known = np.append(tokens, prefill.next_token) if prefill.next_token >= 0 else tokens
+    first_scored = max(prefill.score_from, start + 1)
+    targets = known[first_scored - start :]
+    leading = start == 0 and prefill.score_from == 0
+    if not len(targets) and not leading:
+        return []
+    return [ScoredSpan(index, prefill.slot, row, first_scored - 1 - start, targets, leading)]
+
+
+def _require_room(rows: StepRows, slots: Slots, max_batched_tokens: int) -> None:
+    total = int(rows.lengths.sum())
+    if total > max_batched_tokens:
+        raise ProtocolError(f"a step of {total} tokens, at most {max_batched_tokens}")
+    ends = slots.computed[rows.slots] + rows.lengths
+    room = np.minimum(slots.page_counts[rows.slots] * slots.limits.page_size, slots.limits.max_context)
+    if (ends > room).any():
+        slot = int(rows.slots[np.argmax(ends > room)])
+        raise ProtocolError(
+            f"slot {slot} would hold {slots.computed[slot]} tokens and more than its pages have room for"
+        )

@@ -1,0 +1,87 @@
+"""Logits to tokens: greedy, or temperature and filters with one counter-based uniform per row.
+
+Leaves penalties, biases and masks to `logit_edits` (they come first), log-probabilities to `scoring`. Semantics of the
+filters: temperature, then top-k, then top-p over what is left, then min-p relative to the likeliest token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.gpu_worker.rng import uniforms
+from services.gpu_worker.sampling_columns import SampleRows
+from services.gpu_worker.selection import BLOCK, pick_anywhere, pick_filtered
+
+Ints = NDArray[np.int64]
+
+
+class Sampler:
+    """Holds nothing but a scratch buffer; every choice is a function of (logits, parameters, seed, position)."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._width = -(-vocab_size // BLOCK) * BLOCK
+        self._vocab_size = vocab_size
+        self._device = device
+        self._scratch = torch.zeros((0, self._width), dtype=torch.float32, device=device)
+
+    def sample(self, logits: torch.Tensor, rows: SampleRows) -> tuple[Ints, NDArray[np.bool_]]:
+        """Tokens [n] for logits float32 [n, vocab], and which rows were fit for it.
+
+        A row is unfit where a logit is NaN or +inf or no token is allowed; its token is -1.
+        """
+        peaks = logits.amax(1)
+        fit = peaks.isfinite().cpu().numpy()
+        tokens = np.full(len(fit), -1, dtype=np.int64)
+        if rows.greedy.all():
+            tokens = _argmax(logits)
+        else:
+            self._draw(logits, peaks, rows, fit, tokens)
+        tokens[~fit] = -1
+        return tokens, fit
+
+    def _draw(
+        self, logits: torch.Tensor, peaks: torch.Tensor, rows: SampleRows, fit: NDArray[np.bool_], tokens: Ints
+    ) -> None:
+        greedy = np.flatnonzero(rows.greedy)
+        if len(greedy):
+            tokens[greedy] = _argmax(self._take(logits, greedy))
+        drawn = np.flatnonzero(~rows.greedy & fit)
+        if not len(drawn):
+            return
+        weights = self._weights(self._take(logits, drawn), self._take(peaks, drawn), rows.temperature[drawn])
+        blocks = weights.view(len(drawn), self._width // BLOCK, BLOCK)
+        sums = blocks.sum(2).cpu().numpy().astype(np.float64)
+        numbers = uniforms(rows.seeds[drawn], rows.positions[drawn])
+        filtered = rows.filtered[drawn]
+        free, cut = np.flatnonzero(~filtered), np.flatnonzero(filtered)
+        if len(free):
+            tokens[drawn[free]] = pick_anywhere(weights, sums, free, numbers[free])
+        if len(cut):
+            tokens[drawn[cut]] = pick_filtered(
+                self._take(weights, cut), sums[cut].sum(axis=1), rows.filters.take(drawn[cut]), numbers[cut]
+            )
+
+    def _take(self, tensor: torch.Tensor, rows: Ints) -> torch.Tensor:
+        if len(rows) == tensor.shape[0]:
+            return tensor
+        return tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))
+
+    def _weights(self, logits: torch.Tensor, peaks: torch.Tensor, temperature: NDArray[np.float64]) -> torch.Tensor:
+        n = logits.shape[0]
+        if self._scratch.shape[0] < n:
+            self._scratch = torch.zeros((n, self._width), dtype=torch.float32, device=self._device)
+        scratch = self._scratch[:n]
+        inside = scratch[:, : self._vocab_size]
+        divisor = torch.from_numpy(temperature.astype(np.float32)).to(self._device).unsqueeze(1)
+        torch.sub(logits, peaks.unsqueeze(1), out=inside)
+        inside.div_(divisor).exp_()
+        return scratch
+
+
+def _argmax(logits: torch.Tensor) -> Ints:
+    # NumPy's argmax is several times faster than torch's on CPU; both give the lowest id among equals.
+    if logits.device.type == "cpu":
+        return logits.numpy().argmax(axis=1)
+    return logits.argmax(1).cpu().numpy()

@@ -1,0 +1,139 @@
+"""From logits to tokens within a step: masks, edits, raw scores, the draw, and what it changes in the slots.
+
+Leaves the choice itself to `sampler` and the order of things in a step to `engine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.gpu_worker.faults import ProtocolError
+from services.gpu_worker.logit_edits import RowEdit, allows_more_than_stops, apply_edits, apply_masks
+from services.gpu_worker.outcome import Outcome
+from services.gpu_worker.rows import StepRows
+from services.gpu_worker.sampler import Sampler
+from services.gpu_worker.scoring import score, score_each
+from services.gpu_worker.slots import Slots, column
+from shared.messages.step import StepCommand
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskRows:
+    """Bitmasks of the rows that sample in this step."""
+
+    rows: Ints  # [m], indices into the sampling rows
+    words: NDArray[np.uint32]  # [m, ceil(vocab / 32)]
+
+
+def take_masks(
+    command: StepCommand, source: Callable[[int], tuple[bytes, bytes]], rows: StepRows, vocab_size: int
+) -> MaskRows | None:
+    """Wait for the one TokenMasks a masked step is owed, even when none of its rows runs."""
+    if not command.masked_slots:
+        return None
+    masked = column(command.masked_slots).tolist()
+    unknown = [slot for slot in masked if slot not in rows.output_of_slot]
+    if unknown or len(set(masked)) != len(masked):
+        raise ProtocolError(f"masked slots {unknown or masked} are not each one sampling row")
+    slots, data = source(command.step_id)
+    words = -(-vocab_size // 32)
+    if slots != command.masked_slots or len(data) != len(masked) * words * 4:
+        raise ProtocolError(f"the masks of step {command.step_id} do not fit its masked slots")
+    row_of = {int(output): row for row, output in enumerate(rows.outputs)}
+    present = [(i, row_of[rows.output_of_slot[s]]) for i, s in enumerate(masked) if rows.output_of_slot[s] in row_of]
+    bits = np.frombuffer(data, dtype="<u4").reshape(len(masked), words)
+    return MaskRows(np.array([r for _, r in present], dtype=np.int64), bits[[i for i, _ in present]])
+
+
+def sample_rows(
+    rows: StepRows,
+    logits: torch.Tensor,
+    masks: MaskRows | None,
+    slots: Slots,
+    sampler: Sampler,
+    outcome: Outcome,
+) -> None:
+    """Draw one token for each sampling row; logits float32 [S, vocab], `slots.computed` already counts this step."""
+    who = rows.slots[rows.sampling]
+    positions = slots.computed[who]
+    raw, edited = _edit(logits, who, positions, masks, slots)
+    tokens, fit = sampler.sample(edited, slots.sampling.rows(who, positions))
+    _drop_failed(who, tokens, fit, outcome)
+    if not fit.all():
+        for row in np.flatnonzero(~fit).tolist():
+            outcome.fail(slots, int(who[row]), _why_unfit(raw, row))
+    _score(raw, who, tokens, fit, rows, slots, outcome)
+    _settle(who, positions, tokens, slots)
+    outcome.tokens[rows.outputs] = tokens
+
+
+def _edit(
+    logits: torch.Tensor, who: Ints, positions: Ints, masks: MaskRows | None, slots: Slots
+) -> tuple[torch.Tensor, torch.Tensor]:
+    edited = np.flatnonzero(slots.edited[who]).tolist()
+    if not edited and masks is None:
+        return logits, logits
+    # Scores are of the raw logits, so these are kept where a row wants any.
+    raw = logits.clone() if slots.scored[who].any() else logits
+    edits = {row: slots.edits[int(who[row])] for row in edited}
+    plans = [RowEdit(row, int(positions[row]), e) for row, e in edits.items() if e is not None]
+    if masks is not None and len(masks.rows):
+        words = dict(zip(masks.rows.tolist(), masks.words, strict=True))
+        # A constraint that allows nothing but the end wins over min_new_tokens.
+        plans = [
+            RowEdit(p.row, p.position, p.edits, p.row not in words or allows_more_than_stops(words[p.row], p.edits))
+            for p in plans
+        ]
+        apply_edits(logits, plans)
+        apply_masks(logits, masks.rows, masks.words)
+    else:
+        apply_edits(logits, plans)
+    return raw, logits
+
+
+def _drop_failed(who: Ints, tokens: Ints, fit: NDArray[np.bool_], outcome: Outcome) -> None:
+    for row in [row for row, slot in enumerate(who.tolist()) if outcome.has_failed(slot)]:
+        tokens[row], fit[row] = -1, False
+
+
+def _why_unfit(raw: torch.Tensor, row: int) -> str:
+    peak = raw[row].amax()
+    return (
+        "no token is allowed" if bool(peak.isfinite()) or peak == float("-inf") else "the model's logits are not finite"
+    )
+
+
+def _score(
+    raw: torch.Tensor, who: Ints, tokens: Ints, fit: NDArray[np.bool_], rows: StepRows, slots: Slots, outcome: Outcome
+) -> None:
+    scored = np.flatnonzero(slots.scored[who] & fit)
+    if not len(scored):
+        return
+    specs = {row: slots.spec_of(int(who[row])) for row in scored.tolist()}
+    if all(spec.is_plain for spec in specs.values()):
+        part = raw if len(scored) == len(who) else raw[torch.from_numpy(scored).to(raw.device)]
+        for row, scores in zip(scored.tolist(), score_each(part, tokens[scored]), strict=True):
+            outcome.add_scores(int(rows.outputs[row]), scores)
+        return
+    for row, spec in specs.items():
+        outcome.add_scores(int(rows.outputs[row]), score(raw[row : row + 1], tokens[row : row + 1], spec))
+
+
+def _settle(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:
+    slots.last_token[who] = tokens
+    slots.remaining[who] -= 1
+    slots.ended[who] |= slots.remaining[who] <= 0
+    for slot, token in zip(who.tolist(), tokens.tolist(), strict=True):
+        if token in slots.stops[slot]:
+            slots.ended[slot] = True
+    for row in np.flatnonzero(slots.edited[who]).tolist():
+        edits = slots.edits[int(who[row])]
+        if edits is not None and edits.history is not None and tokens[row] >= 0:
+            edits.history.extend(int(positions[row]), [int(tokens[row])])

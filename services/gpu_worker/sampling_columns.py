@@ -1,0 +1,64 @@
+"""Sampling parameters as columns over slots, gathered a batch at a time; leaves use to the sampler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.gpu_worker.selection import Filters
+from shared.messages.request import SamplingParams
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """What the sampler needs of n rows, [n] each."""
+
+    greedy: Flags
+    filtered: Flags
+    temperature: Floats
+    filters: Filters
+    seeds: NDArray[np.uint64]
+    positions: Ints  # absolute positions of the tokens that are drawn
+
+
+class SamplingColumns:
+    """One entry per slot, written when the slot opens."""
+
+    def __init__(self, max_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.greedy = np.zeros(max_slots, dtype=np.bool_)
+        self.filtered = np.zeros(max_slots, dtype=np.bool_)
+        self.temperature = np.ones(max_slots, dtype=np.float64)
+        self.top_k = np.zeros(max_slots, dtype=np.int64)
+        self.top_p = np.ones(max_slots, dtype=np.float64)
+        self.min_p = np.zeros(max_slots, dtype=np.float64)
+        self.seed = np.zeros(max_slots, dtype=np.uint64)
+
+    def set(self, slot: int, params: SamplingParams) -> None:
+        """Take over one request's parameters."""
+        top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        # Best of one is the best, whatever rounding makes of two nearly equal weights.
+        self.greedy[slot] = params.temperature <= 0.0 or top_k == 1
+        self.filtered[slot] = top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        self.temperature[slot] = max(params.temperature, 1e-6)
+        self.top_k[slot] = top_k
+        self.top_p[slot] = params.top_p
+        self.min_p[slot] = min(params.min_p, 1.0)
+        self.seed[slot] = params.seed & (2**64 - 1)
+
+    def rows(self, slots: Ints, positions: Ints) -> SampleRows:
+        """The columns of `slots` [n], drawing the tokens at `positions` [n]."""
+        return SampleRows(
+            greedy=self.greedy[slots],
+            filtered=self.filtered[slots],
+            temperature=self.temperature[slots],
+            filters=Filters(self.top_k[slots], self.top_p[slots], self.min_p[slots]),
+            seeds=self.seed[slots],
+            positions=positions,
+        )

@@ -1,0 +1,102 @@
+"""Raw log-probabilities (before temperature, penalties and masks) as `Scores`; leaves who wants them to callers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from services.gpu_worker.selection import descending, gather_candidates, kth_largest
+from shared.messages.stream import Scores
+
+Ints = NDArray[np.int64]
+Floats32 = NDArray[np.float32]
+
+_ROWS_AT_ONCE = 64  # bounds the temporaries of a long scored prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSpec:
+    """What one request wants to know at each scored position."""
+
+    top: int  # how many of the likeliest tokens
+    wanted: Ints  # ids reported at every position
+
+    @property
+    def is_plain(self) -> bool:
+        return self.top <= 0 and not len(self.wanted)
+
+
+def score(logits: torch.Tensor, targets: Ints, spec: ScoreSpec) -> Scores:
+    """Scores of `targets` [n] under raw logits float32 [n, vocab]."""
+    parts = [
+        _score_part(logits[i : i + _ROWS_AT_ONCE], targets[i : i + _ROWS_AT_ONCE], spec)
+        for i in range(0, len(targets), _ROWS_AT_ONCE)
+    ]
+    return join(parts)
+
+
+def score_each(logits: torch.Tensor, targets: Ints) -> list[Scores]:
+    """One Scores of the target alone for each row: the common case of `logprobs: 0`, in one go."""
+    column = _chosen(logits, targets).tolist()
+    return [Scores(count=1, logprobs=np.float32(value).tobytes()) for value in column]
+
+
+def unscored(spec: ScoreSpec) -> Scores:
+    """The column of the first prompt token, which nothing precedes."""
+    return Scores(
+        count=1,
+        logprobs=_nans(1),
+        top_ids=np.zeros(max(spec.top, 0), dtype="<i4").tobytes(),
+        top_logprobs=_nans(max(spec.top, 0)),
+        wanted=_nans(len(spec.wanted)),
+    )
+
+
+def join(parts: list[Scores]) -> Scores:
+    """Consecutive blocks as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return Scores(
+        count=sum(p.count for p in parts),
+        logprobs=b"".join(p.logprobs for p in parts),
+        top_ids=b"".join(p.top_ids for p in parts),
+        top_logprobs=b"".join(p.top_logprobs for p in parts),
+        wanted=b"".join(p.wanted for p in parts),
+    )
+
+
+def _score_part(logits: torch.Tensor, targets: Ints, spec: ScoreSpec) -> Scores:
+    norms = torch.logsumexp(logits, dim=1)
+    top_ids, top_values = _top(logits, min(spec.top, logits.shape[1]))
+    norms_host = norms.cpu().numpy()[:, None]
+    wanted = logits[:, torch.from_numpy(spec.wanted).to(logits.device)].cpu().numpy() - norms_host
+    return Scores(
+        count=len(targets),
+        logprobs=_chosen(logits, targets, norms).astype("<f4").tobytes(),
+        top_ids=top_ids.astype("<i4").tobytes(),
+        top_logprobs=(top_values - norms_host).astype("<f4").tobytes(),
+        wanted=wanted.astype("<f4").tobytes(),
+    )
+
+
+def _chosen(logits: torch.Tensor, targets: Ints, norms: torch.Tensor | None = None) -> Floats32:
+    norms = torch.logsumexp(logits, dim=1) if norms is None else norms
+    where = torch.from_numpy(targets).to(logits.device).unsqueeze(1)
+    return (logits.gather(1, where).squeeze(1) - norms).cpu().numpy()
+
+
+def _top(logits: torch.Tensor, k: int) -> tuple[Ints, Floats32]:
+    # Equal logits come in the order of their ids, so that a greedy token is always the first of its list.
+    if k <= 0:
+        return np.zeros((len(logits), 0), dtype=np.int64), np.zeros((len(logits), 0), dtype=np.float32)
+    contiguous = logits.contiguous()
+    candidates = gather_candidates(contiguous, kth_largest(contiguous, k))
+    order = descending(candidates.values)[:, :k]
+    return np.take_along_axis(candidates.ids, order, axis=1), np.take_along_axis(candidates.values, order, axis=1)
+
+
+def _nans(count: int) -> bytes:
+    return np.full(count, np.nan, dtype="<f4").tobytes()

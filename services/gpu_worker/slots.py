@@ -1,0 +1,175 @@
+"""Slots: the worker's mirror of what the scheduler decided, one seat per running request.
+
+Everything a step needs is a column over slots, so that a batch is gathered in a few operations. Everything that comes
+from the wire is checked here; leaves the rows of one step to `rows`.
+
+    slot   table (page ids)      page_counts  computed  last_token  remaining  ended
+    0      17 4 9 . . .          3            41        311         87         no
+    1      .                     0            0         -1          0          no      (free)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.gpu_worker.faults import ProtocolError
+from services.gpu_worker.logit_edits import SlotEdits
+from services.gpu_worker.sampling_columns import SamplingColumns
+from services.gpu_worker.scoring import ScoreSpec
+from shared.messages.request import SamplingParams
+from shared.messages.step import SlotOpen, StepCommand
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLimits:
+    """What bounds every index a command may carry."""
+
+    max_slots: int
+    num_pages: int
+    page_size: int
+    max_context: int
+    vocab_size: int
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_context // self.page_size)
+
+
+class Slots:
+    """Raises ProtocolError where a command names what does not exist; after that only `reset` may follow."""
+
+    def __init__(self, limits: SlotLimits) -> None:
+        self.limits = limits
+        n = limits.max_slots
+        self.table = np.zeros((n, limits.max_pages), dtype=np.int32)
+        self.sampling = SamplingColumns(n, limits.vocab_size)
+        self.is_open = np.zeros(n, dtype=np.bool_)
+        self.ended = np.zeros(n, dtype=np.bool_)
+        self.edited = np.zeros(n, dtype=np.bool_)
+        self.scored = np.zeros(n, dtype=np.bool_)
+        self.page_counts = np.zeros(n, dtype=np.int64)
+        self.computed = np.zeros(n, dtype=np.int64)
+        self.last_token = np.full(n, -1, dtype=np.int64)
+        self.remaining = np.zeros(n, dtype=np.int64)
+        self.edits: list[SlotEdits | None] = [None] * n
+        self.scores: list[ScoreSpec | None] = [None] * n
+        self.stops: list[frozenset[int]] = [frozenset()] * n
+        self.refused: dict[int, str] = {}  # open slots whose request cannot be served, and why
+
+    def reset(self) -> None:
+        """Forget every request."""
+        for slot in np.flatnonzero(self.is_open).tolist():
+            self._close(slot)
+
+    def apply(self, command: StepCommand) -> None:
+        """Closes, then opens, then page appends."""
+        for slot in column(command.closes).tolist():
+            self.require_open(slot)
+            self._close(slot)
+        for opened in command.opens:
+            self._open(opened)
+        self._append(column(command.page_slots), column(command.page_ids))
+
+    def copy_pairs(self, command: StepCommand) -> tuple[Ints, Ints] | None:
+        """Sources and targets of the command's page copies."""
+        pairs = column(command.page_copies)
+        if not len(pairs):
+            return None
+        if len(pairs) % 2:
+            raise ProtocolError("page_copies is no list of pairs")
+        self._require_pages(pairs)
+        sources, targets = pairs[0::2], pairs[1::2]
+        if len(np.unique(targets)) != len(targets) or len(np.intersect1d(sources, targets)):
+            raise ProtocolError("a page is the target of two copies, or source and target")
+        return sources, targets
+
+    def require_open(self, slot: int) -> None:
+        """Raises ProtocolError unless `slot` is an open slot."""
+        if not (0 <= slot < self.limits.max_slots and self.is_open[slot]):
+            raise ProtocolError(f"slot {slot} is not open")
+
+    def spec_of(self, slot: int) -> ScoreSpec:
+        """What the slot's request wants of a scored position."""
+        return self.scores[slot] or ScoreSpec(0, np.zeros(0, dtype=np.int64))
+
+    def _close(self, slot: int) -> None:
+        self.is_open[slot] = False
+        self.edits[slot] = self.scores[slot] = None
+        self.refused.pop(slot, None)
+
+    def _open(self, opened: SlotOpen) -> None:
+        slot, pages = opened.slot, column(opened.pages)
+        if not 0 <= slot < self.limits.max_slots or self.is_open[slot]:
+            raise ProtocolError(f"slot {slot} cannot be opened")
+        if len(pages) > self.limits.max_pages:
+            raise ProtocolError(f"slot {slot} opens with {len(pages)} pages, at most {self.limits.max_pages}")
+        if not 0 <= opened.num_computed <= len(pages) * self.limits.page_size:
+            raise ProtocolError(f"slot {slot} opens with {opened.num_computed} tokens in {len(pages)} pages")
+        self._require_pages(pages)
+        self.is_open[slot] = True
+        self.ended[slot] = False
+        self.table[slot, : len(pages)] = pages
+        self.page_counts[slot] = len(pages)
+        self.computed[slot] = opened.num_computed
+        self.last_token[slot] = -1
+        self.remaining[slot] = opened.remaining
+        self._take_params(slot, opened)
+
+    def _take_params(self, slot: int, opened: SlotOpen) -> None:
+        params, vocab = opened.sampling, self.limits.vocab_size
+        self.sampling.set(slot, params)
+        self.stops[slot] = frozenset(params.stop_token_ids)
+        try:
+            self.edits[slot] = SlotEdits.of(params, opened.prompt_length, vocab)
+            self.scores[slot] = _score_spec(params, vocab)
+        except ValueError as error:
+            # Numbers a user chose: they end that request, never the worker.
+            self.refused[slot] = str(error)
+        self.edited[slot] = self.edits[slot] is not None
+        self.scored[slot] = params.logprobs >= 0
+        self._take_history(slot, opened)
+
+    def _take_history(self, slot: int, opened: SlotOpen) -> None:
+        edits = self.edits[slot]
+        if edits is None or edits.history is None:
+            return
+        known = column(opened.history)
+        if len(known) != opened.num_computed:
+            raise ProtocolError(f"slot {slot} has {opened.num_computed} computed tokens, a history of {len(known)}")
+        edits.history.extend(0, known.tolist())
+
+    def _append(self, slots: Ints, pages: Ints) -> None:
+        if len(slots) != len(pages):
+            raise ProtocolError("page_slots and page_ids have unequal lengths")
+        self._require_pages(pages)
+        for slot, page in zip(slots.tolist(), pages.tolist(), strict=True):
+            self.require_open(slot)
+            at = int(self.page_counts[slot])
+            if at >= self.limits.max_pages:
+                raise ProtocolError(f"slot {slot} has more pages than {self.limits.max_context} tokens need")
+            self.table[slot, at] = page
+            self.page_counts[slot] = at + 1
+
+    def _require_pages(self, pages: Ints) -> None:
+        if len(pages) and not (pages.min() >= 0 and pages.max() < self.limits.num_pages):
+            raise ProtocolError(f"a page is outside 0 .. {self.limits.num_pages - 1}")
+
+
+def column(data: bytes) -> Ints:
+    """An int32 column of a message as int64 [n]. Raises ProtocolError where the length is no multiple of four."""
+    if len(data) % 4:
+        raise ProtocolError(f"an int32 column has {len(data)} bytes")
+    return np.frombuffer(data, dtype="<i4").astype(np.int64)
+
+
+def _score_spec(params: SamplingParams, vocab_size: int) -> ScoreSpec | None:
+    wanted = column(params.logprob_token_ids)
+    if len(wanted) and not (wanted.min() >= 0 and wanted.max() < vocab_size):
+        raise ValueError(f"logprob_token_ids names a token outside the vocabulary of {vocab_size}")
+    return ScoreSpec(max(params.logprobs, 0), wanted)

@@ -1,0 +1,96 @@
+"""From configuration to an engine that works: device, weights, KV cache; leaves the wire to the worker.
+
+Runs in the compute thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from services.gpu_worker import device as devices
+from services.gpu_worker.engine import Engine
+from services.gpu_worker.kv_cache import KV_LAYOUT
+from services.gpu_worker.memory import MIB, PoolWish, free_bytes, plan_pages
+from services.gpu_worker.model_runner import LoadedModel, load_model
+from services.gpu_worker.models.config import DTYPES
+from services.gpu_worker.slots import SlotLimits
+from shared.config import WorkerConfig
+from shared.messages.step import WorkerHello
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_SLOTS = 256
+DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEngine:
+    """An engine and what the scheduler is told of it; the hello's ids are filled in by the worker."""
+
+    engine: Engine
+    hello: WorkerHello
+
+
+def start_engine(config: WorkerConfig) -> StartedEngine:
+    """Load the model and allocate its cache. Raises ModelError, MemoryPlanError."""
+    threads = devices.set_torch_threads(config.threads)
+    device = devices.resolve(config.device)
+    free_before = free_bytes(device)
+    log.info("loading weights", model=config.model_path, device=str(device), threads=threads)
+    model = _load(config, device)
+    wish = _wish(config, model, device)
+    pages = plan_pages(wish, free_before, free_bytes(device))
+    log.info(f"KV cache: {pages} pages, {pages * wish.page_size} tokens, {pages * wish.bytes_per_page // MIB} MiB")
+    tokens = config.max_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type]
+    runner = model.build_runner(pages, config.page_size, tokens)
+    limits = SlotLimits(wish.max_slots, pages, wish.page_size, wish.max_context, model.config.vocab_size)
+    hello = WorkerHello(
+        worker_id="",
+        incarnation=0,
+        model=config.model_name or config.model_path,
+        model_digest=model.config.digest,
+        page_size=wish.page_size,
+        num_pages=pages,
+        max_slots=wish.max_slots,
+        max_batched_tokens=tokens,
+        max_context=wish.max_context,
+        max_inflight_steps=config.max_inflight_steps,
+        vocab_size=model.config.vocab_size,
+        device=_name_of(device),
+        kv_dtype=str(model.config.dtype).removeprefix("torch."),
+        kv_layout=KV_LAYOUT,
+        kv_bytes_per_page=wish.bytes_per_page,
+    )
+    return StartedEngine(Engine(runner, limits, tokens, device), hello)
+
+
+def _load(config: WorkerConfig, device: torch.device) -> LoadedModel:
+    return load_model(
+        config.model_path,
+        device=device,
+        dtype=DTYPES.get(config.dtype),
+        load_format=config.load_format,
+        model_impl=config.model_impl,
+        attention_backend=config.attention_backend,
+        context_length=config.context_length,
+        deterministic=config.deterministic,
+    )
+
+
+def _wish(config: WorkerConfig, model: LoadedModel, device: torch.device) -> PoolWish:
+    return PoolWish(
+        page_size=config.page_size,
+        bytes_per_page=model.kv_bytes_per_page(config.page_size),
+        max_context=model.config.max_context,
+        max_slots=config.max_running_requests or DEFAULT_SLOTS,
+        max_total_tokens=config.max_total_tokens,
+        mem_fraction=config.mem_fraction_static,
+        on_cpu=device.type == "cpu",
+    )
+
+
+def _name_of(device: torch.device) -> str:
+    return f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)

@@ -1,0 +1,272 @@
+"""The worker's I/O loop: one socket to the scheduler, hellos, heartbeats, draining. Leaves executing to `executor`.
+
+hello (back-off) -> welcome -> steps ... -> reset or disconnect -> new incarnation, new identity -> hello
+                                  \\-> fault: nothing is executed until the reset
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+import structlog
+
+from services.gpu_worker.activity import Activity
+from services.gpu_worker.compute import ComputeThread
+from services.gpu_worker.executor import Executor
+from services.gpu_worker.faults import ProtocolError
+from services.gpu_worker.memory import resident_bytes
+from services.gpu_worker.session import Session
+from services.gpu_worker.startup import StartedEngine, start_engine
+from shared.config import WorkerConfig
+from shared.messages.control import Heartbeat, Ping, Pong
+from shared.messages.edges import ToWorker
+from shared.messages.kv import KvDone, KvReceive, KvSend
+from shared.messages.step import (
+    Drain,
+    StepCommand,
+    StepResult,
+    TokenMasks,
+    WorkerDrain,
+    WorkerFault,
+    WorkerReset,
+    WorkerWelcome,
+)
+from shared.service import new_incarnation, new_service_id
+from shared.transport import Client, Frames, PeerBusy
+
+log = structlog.get_logger(__name__)
+
+FIRST_HELLO_S = 0.05
+SLOWEST_HELLO_S = 1.0
+STOP_TIMEOUT_S = 2.0
+
+
+class Worker:
+    """One process with one model. `exit_code` is what the process should end with.
+
+    `end_process` is how it ends itself: as everybody else would end it, by a signal.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        start: Callable[[WorkerConfig], StartedEngine] = start_engine,
+        end_process: Callable[[], None] = lambda: signal.raise_signal(signal.SIGTERM),
+    ) -> None:
+        self._config = config
+        self._start_engine = start
+        self._end_process = end_process
+        self._worker_id = new_service_id("worker", config)
+        self._incarnation = 0
+        self._compute: ComputeThread | None = None
+        self._loading = False
+        self._session: Session | None = None
+        self._client: Client[ToWorker] | None = None
+        self._hello_timer: asyncio.TimerHandle | None = None
+        self._drained = asyncio.Event()
+        self._draining = False
+        self._device_lost = False
+        self.exit_code = 0
+
+    async def start(self) -> None:
+        """Load the model, then introduce ourselves; commands come once the scheduler welcomes us."""
+        self._loop = asyncio.get_running_loop()
+        self._compute = ComputeThread()
+        self._loading = True
+        started = await self._compute.call(lambda: self._start_engine(self._config))
+        self._loading = False
+        self._hello = started.hello
+        self._executor = Executor(started.engine, Activity(), self._compute, self._reply)
+        self._connect()
+
+    async def drain(self) -> None:
+        """Ask the scheduler to move our requests away; execute until it says Drain or the time-out."""
+        self._draining = True
+        if self._session is None or self._drained.is_set():
+            return
+        if not self._send(WorkerDrain(self._incarnation, self._config.drain_timeout)):
+            return
+        self.heartbeat()
+        try:
+            await asyncio.wait_for(self._drained.wait(), self._config.drain_timeout)
+        except TimeoutError:
+            log.warning("not drained in time", seconds=self._config.drain_timeout)
+
+    async def close(self) -> None:
+        """Give up what runs, close the socket, end the compute thread if it can end."""
+        self._end_session()
+        self._disconnect()
+        if self._compute is not None:
+            await self._compute.stop(0.0 if self._loading else STOP_TIMEOUT_S)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the compute thread still runs: then only the end of the process ends it."""
+        return self._compute is not None and self._compute.is_alive
+
+    def heartbeat(self) -> None:
+        """Called once a second; a worker that is not welcome has its hellos instead."""
+        if self._session is None or self._client is None:
+            return
+        activity = self._executor.activity
+        gauges = activity.gauges()
+        gauges["memory_bytes"] = float(resident_bytes())
+        gauges["draining"] = float(self._draining)
+        self._client.try_send(
+            Heartbeat(
+                service_id=self._worker_id,
+                incarnation=self._incarnation,
+                last_step_id=activity.last_step,
+                step_age_ms=activity.step_age_ms(),
+                gauges=gauges,
+                histograms=activity.histograms(),
+            )
+        )
+
+    def _connect(self) -> None:
+        self._incarnation = max(new_incarnation(), self._incarnation + 1)
+        identity = f"{self._worker_id}/{self._incarnation}"
+        client: Client[ToWorker] = Client(self._config.scheduler, identity, ToWorker, self._on_message)
+
+        def on_disconnect() -> None:
+            # Closing a socket inside its own monitor's callback would pull it away under that callback.
+            self._loop.call_soon(self._on_disconnect, client)
+
+        client.watch(on_disconnect)
+        self._client = client
+        self._say_hello(FIRST_HELLO_S)
+
+    def _disconnect(self) -> None:
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _say_hello(self, delay: float) -> None:
+        if self._client is None or self._session is not None:
+            return
+        hello = msgspec.structs.replace(self._hello, worker_id=self._worker_id, incarnation=self._incarnation)
+        self._client.try_send(hello)
+        self._hello_timer = self._loop.call_later(delay, self._say_hello, min(delay * 2, SLOWEST_HELLO_S))
+
+    def _start_over(self, why: str) -> None:
+        """Forget everything and come back as a new incarnation (or leave, if that is what we were doing)."""
+        log.warning("starting over", reason=why, incarnation=self._incarnation)
+        self._end_session()
+        self._disconnect()
+        if self._device_lost:
+            self._leave("the device's context is lost", exit_code=1)
+        elif self._draining:
+            self._drained.set()
+        else:
+            self._connect()
+
+    def _end_session(self) -> None:
+        if self._session is not None:
+            self._session.end()
+            self._session = None
+            self._executor.reset()
+
+    def _leave(self, why: str, exit_code: int) -> None:
+        (log.error if exit_code else log.info)("leaving", reason=why)
+        self.exit_code = exit_code
+        self._drained.set()
+        self._end_process()
+
+    def _on_disconnect(self, client: Client[ToWorker]) -> None:
+        if client is self._client:
+            self._start_over("the scheduler is gone")
+
+    def _send(self, message: msgspec.Struct) -> bool:
+        if self._client is None:
+            return False
+        try:
+            self._client.send(message)
+        except PeerBusy:
+            self._start_over("the scheduler takes no messages")
+            return False
+        return True
+
+    def _reply(self, session: Session, message: StepResult | WorkerFault) -> None:
+        if session is not self._session:
+            return
+        if isinstance(message, WorkerFault):
+            self._device_lost = message.kind == "cuda"
+        self._send(message)
+
+    def _fault(self, step_id: int, error: ProtocolError) -> None:
+        session = self._session
+        if session is not None and session.is_live:
+            log.error("protocol violated", step_id=step_id, detail=str(error))
+            session.end()
+            self._send(WorkerFault(self._incarnation, step_id, "protocol", str(error)))
+
+    def _on_message(self, message: ToWorker, frames: Frames) -> None:
+        match message:
+            case StepCommand():
+                self._on_command(message)
+            case TokenMasks():
+                self._on_masks(message, frames)
+            case WorkerWelcome():
+                self._on_welcome(message)
+            case WorkerReset():
+                self._on_reset(message)
+            case Drain():
+                self._on_drain()
+            case Ping(nonce=nonce):
+                self._send(Pong(nonce, healthy=self._session is not None and self._session.is_live))
+            case KvSend():
+                self._refuse_transfer(message.transfer_id, "sent")
+            case KvReceive():
+                self._refuse_transfer(message.transfer_id, "received")
+            case _:
+                log.debug("nothing to do", message=type(message).__name__)
+
+    def _refuse_transfer(self, transfer_id: int, side: Literal["sent", "received"]) -> None:
+        # No endpoints were offered, so nobody should ask; whoever does must not wait for an answer.
+        self._send(KvDone(transfer_id, self._incarnation, side, ok=False, detail="this worker has no transfers"))
+
+    def _on_command(self, command: StepCommand) -> None:
+        session = self._session
+        if session is None or not session.is_live:
+            return
+        try:
+            session.admit(command)
+        except ProtocolError as error:
+            self._fault(command.step_id, error)
+            return
+        self._executor.submit(session, command)
+
+    def _on_masks(self, masks: TokenMasks, frames: Frames) -> None:
+        session = self._session
+        if session is None or not session.is_live:
+            return
+        try:
+            session.put_masks(masks, frames[0] if frames else b"")
+        except ProtocolError as error:
+            self._fault(masks.step_id, error)
+
+    def _on_welcome(self, welcome: WorkerWelcome) -> None:
+        if self._session is not None and self._session.epoch == welcome.epoch:
+            return  # the answer to a hello that was repeated
+        self._end_session()
+        self._session = Session(self._incarnation, welcome.epoch, self._config.max_inflight_steps)
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        log.info("welcome", epoch=welcome.epoch, incarnation=self._incarnation)
+
+    def _on_reset(self, reset: WorkerReset) -> None:
+        if reset.fatal:
+            self._leave(reset.reason, exit_code=1)
+        else:
+            self._start_over(reset.reason)
+
+    def _on_drain(self) -> None:
+        self._drained.set()
+        if not self._draining:
+            self._leave("drained by the scheduler", exit_code=0)
