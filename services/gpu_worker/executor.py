@@ -45,23 +45,28 @@ class Executor:
         if not session.is_live:
             return
         self.activity.begin()
+        queue_ms = (time.perf_counter() - received) * 1e3
         try:
-            queue_ms = (time.perf_counter() - received) * 1e3
-            result = self._engine.execute(command, self._masks_of(session), session.incarnation, queue_ms)
+            message = self._answer(session, command, queue_ms)
         except StepAborted:
             return
+        finally:
+            self.activity.pause()  # before the answer is out, so that whoever has it sees an idle worker
+        self._compute.post(self._reply, session, message)
+
+    def _answer(self, session: Session, command: StepCommand, queue_ms: float) -> StepResult | WorkerFault:
+        try:
+            result = self._engine.execute(command, self._masks_of(session), session.incarnation, queue_ms)
+        except StepAborted:
+            raise
         except Exception as error:
             session.end()
             log.exception("step failed", step_id=command.step_id, epoch=command.epoch)
             detail = f"{type(error).__name__}: {error}"
-            fault = WorkerFault(session.incarnation, command.step_id, classify(error), detail)
-            self._compute.post(self._reply, session, fault)
-        else:
-            session.settle(command.step_id)
-            self.activity.finish(command.step_id, self._engine.stats)
-            self._compute.post(self._reply, session, result)
-        finally:
-            self.activity.pause()
+            return WorkerFault(session.incarnation, command.step_id, classify(error), detail)
+        session.settle(command.step_id)
+        self.activity.finish(command.step_id, self._engine.stats)
+        return result
 
     def _masks_of(self, session: Session) -> Callable[[int], tuple[bytes, bytes]]:
         def take(step_id: int) -> tuple[bytes, bytes]:
