@@ -1,0 +1,108 @@
+"""The scheduler's parts, put together, and the events that concern several of them. Leaves messages to handlers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.scheduler.door import Door
+from services.scheduler.edge import Edge
+from services.scheduler.fleet import Fleet
+from services.scheduler.frontends import Frontends
+from services.scheduler.lifecycle import Lifecycle, abort
+from services.scheduler.metrics import Metrics
+from services.scheduler.operations import Operations
+from services.scheduler.outbox import Detokenizer, Outbox
+from services.scheduler.placement import Placement
+from services.scheduler.planner import Planner
+from services.scheduler.radix_tree import RadixTree
+from services.scheduler.request import Request
+from services.scheduler.seats import Seats
+from services.scheduler.settle import Settler
+from services.scheduler.status import StatusBoard
+from services.scheduler.waiting import WaitingQueue
+from services.scheduler.watch import Watch
+from services.scheduler.worker import Worker
+from shared.clock import Clock
+from shared.config import SchedulerConfig
+
+
+@dataclass(frozen=True)
+class Edges:
+    tokenizers: Edge
+    detokenizers: Edge
+    workers: Edge
+
+
+class Core:
+    def __init__(self, config: SchedulerConfig, epoch: int, edges: Edges, clock: Clock) -> None:
+        self.config = config
+        self.epoch = epoch
+        self.clock = clock
+        self.metrics = Metrics(clock, config.decode_log_interval)
+        self.tree = RadixTree(config.page_size, enabled=not config.disable_radix_cache)
+        self.seats = Seats(self.tree, self.metrics)
+        self.outbox = Outbox(edges.detokenizers, epoch, self.metrics, clock)
+        self.waiting = WaitingQueue(config.schedule_policy, config.ageing_seconds, self._longest_match)
+        self.lifecycle = Lifecycle(self.seats, self.waiting, self.metrics, clock, self.outbox.touch)
+        self.fleet = Fleet(edges.workers, config, epoch, clock, self._worker_joined, self._worker_lost)
+        self.frontends = Frontends(edges.tokenizers, config.heartbeat_timeout, clock, self._tokenizer_lost)
+        self.door = Door(config, self.waiting, self.fleet, self.lifecycle.requests, clock)
+        self._compose_deciders()
+
+    def _compose_deciders(self) -> None:
+        split = self.config.chunked_prefill_size >= 0
+        self.placement = Placement(self.tree, self.seats, self.waiting, self.fleet, self.clock)
+        self.planner = Planner(self.tree, self.seats, self.lifecycle, self.metrics, split_prompts=split)
+        self.settler = Settler(self.seats, self.lifecycle, self.outbox, self.metrics)
+        self.board = StatusBoard(self)
+        self.operations = Operations(self)
+        self.watch = Watch(self)
+
+    # Events
+
+    def forget(self, request: Request) -> None:
+        """Nobody will ask about it again."""
+        self.lifecycle.forget(request)
+        self.outbox.forget(request)
+
+    def lose_detokenizer(self, detokenizer: Detokenizer, reason: str) -> None:
+        self.outbox.lose(detokenizer, self.lifecycle.requests.values(), reason)
+
+    def probe_detokenizers(self) -> None:
+        for detokenizer in self.outbox.probe():
+            self.lose_detokenizer(detokenizer, "connection lost")
+
+    def drain_worker(self, worker: Worker, deadline_s: float) -> None:
+        """Give it nothing new; it is let go once it has nothing left."""
+        worker.draining = True
+        worker.drain_until = self.clock.now() + deadline_s
+
+    def let_drained_go(self) -> None:
+        """Move the requests of leaving workers away, where there is another worker, and say goodbye."""
+        leaving = [worker for worker in self.fleet if worker.draining]
+        for worker in leaving:
+            left = worker.drain_until - self.clock.now()
+            if left <= 0 or any(not other.draining for other in self.fleet):
+                for request in list(worker.running.values()):
+                    self.lifecycle.suspend(request)
+            if left <= 0 or not (worker.running or worker.inflight):
+                self.fleet.let_go(worker, max(left, 1.0))
+
+    def _worker_joined(self, worker: Worker) -> None:
+        self.tree.add_worker(worker.key)
+
+    def _worker_lost(self, worker: Worker, blame: bool) -> None:
+        if blame:
+            self.metrics.count("workers_lost")
+        self.lifecycle.lose_worker(worker, blame=blame)
+        self.tree.drop_worker(worker.key)
+
+    def _tokenizer_lost(self, identity: bytes) -> None:
+        self.metrics.count("tokenizers_lost")
+        for request in list(self.lifecycle.requests.values()):
+            if request.frontend == identity:
+                self.lifecycle.finish(request, abort("the frontend is gone"))
+
+    def _longest_match(self, request: Request) -> int:
+        hits = self.tree.match(request.namespace, request.tokens(0, request.match_limit())).hits
+        return max((hit.num_tokens for hit in hits.values()), default=0)

@@ -1,0 +1,181 @@
+"""What each message does to the state, edge by edge. Leaves planning to the turn that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from services.scheduler.core import Core
+from services.scheduler.lifecycle import abort, error
+from services.scheduler.request import Request
+from shared.messages.control import Heartbeat, Hello, Ping, Pong
+from shared.messages.request import AbortRequest, GenerateRequest, Operation, RequestRejected, StreamAck
+from shared.messages.step import StepResult, WorkerDrain, WorkerFault, WorkerHello
+from shared.messages.stream import Finish, FinishReason, StopMatched
+
+log = structlog.get_logger(__name__)
+
+Handler = Callable[[bytes, Any], None]
+
+
+class Handlers:
+    """`from_x(identity, message)` for each edge. An exception ends the message's request, nothing else."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._sequence = 0
+        self._tokenizer_table: dict[type, Handler] = {
+            Hello: self._greet_tokenizer,
+            GenerateRequest: self._generate,
+            AbortRequest: self._abort,
+            StreamAck: self._acknowledge,
+            Operation: self._operate,
+        }
+        self._detokenizer_table: dict[type, Handler] = {
+            Hello: lambda who, m: core.outbox.hello(who, m, core.lifecycle.requests.values()),
+            Heartbeat: core.outbox.heartbeat,
+            StopMatched: self._stop_matched,
+        }
+        self._worker_table: dict[type, Handler] = {
+            WorkerHello: core.fleet.hello,
+            Heartbeat: core.fleet.heartbeat,
+            StepResult: self._step_result,
+            WorkerFault: self._worker_fault,
+            WorkerDrain: self._worker_drain,
+        }
+
+    def from_tokenizer(self, identity: bytes, message: Any) -> None:
+        if isinstance(message, Ping):
+            self._core.frontends.send(identity, self._pong(message))
+            return
+        if self._core.frontends.heard(identity) and not isinstance(message, Hello):
+            self._greet_tokenizer(identity, message)
+        self._run(self._tokenizer_table, identity, message)
+
+    def from_detokenizer(self, identity: bytes, message: Any) -> None:
+        if isinstance(message, Ping):
+            self._core.outbox.send_to(identity, self._pong(message))
+            return
+        detokenizer = self._core.outbox.detokenizers.get(identity)
+        if detokenizer is not None:
+            detokenizer.last_heard = self._core.clock.now()
+        self._run(self._detokenizer_table, identity, message)
+
+    def from_worker(self, identity: bytes, message: Any) -> None:
+        if isinstance(message, Ping):
+            self._core.fleet.answer(identity, self._pong(message))
+            return
+        self._run(self._worker_table, identity, message)
+
+    def _run(self, table: dict[type, Handler], identity: bytes, message: Any) -> None:
+        handler = table.get(type(message))
+        if handler is None:
+            return  # a Pong or a heartbeat: being heard is all it is for
+        try:
+            handler(identity, message)
+        except Exception:
+            self._core.metrics.count("internal_errors")
+            log.exception("message failed", kind=type(message).__name__, sender=identity.decode(errors="replace"))
+            self._contain(identity, message)
+
+    def _contain(self, identity: bytes, message: Any) -> None:
+        """Whoever the failed message was about must not wait for ever."""
+        core = self._core
+        if isinstance(message, GenerateRequest):
+            request = core.lifecycle.requests.get(message.request_id)
+            if request is not None and request.live:
+                core.lifecycle.finish(request, error("internal error"))
+            else:
+                core.frontends.send(identity, RequestRejected(message.request_id, "internal", "internal error"))
+        elif isinstance(message, StepResult):
+            worker = core.fleet.workers.get(identity)
+            if worker is not None:  # its books cannot be trusted any more
+                core.fleet.drop(worker, "its result could not be settled")
+
+    def _pong(self, ping: Ping) -> Pong:
+        return Pong(ping.nonce, healthy=True, detail=self._core.board.not_ready)
+
+    # Tokenizers
+
+    def _greet_tokenizer(self, identity: bytes, message: Any) -> None:
+        self._core.frontends.send(identity, self._core.board.build())
+
+    def _generate(self, identity: bytes, message: GenerateRequest) -> None:
+        core = self._core
+        if message.epoch not in (0, core.epoch):
+            log.debug("request of another epoch dropped", request_id=message.request_id, epoch=message.epoch)
+            return
+        refusal = core.door.refuse(message)
+        if refusal is not None:
+            core.metrics.count("requests_rejected")
+            core.frontends.send(identity, refusal)
+            return
+        earlier = core.lifecycle.requests.get(message.request_id)
+        if earlier is not None:
+            core.forget(earlier)
+        self._sequence += 1
+        request = Request(message, identity, core.clock.now(), self._sequence)
+        core.metrics.count("requests")
+        core.lifecycle.accept(request)
+        core.watch.add_deadline(request)
+        if request.output:
+            self._finish_if_complete(request)
+
+    def _finish_if_complete(self, request: Request) -> None:
+        """A resumed request whose last token ended it before the scheduler that knew was lost."""
+        last = request.output[-1]
+        if last in request.stops and len(request.output) > request.min_tokens:
+            self._core.lifecycle.finish(request, Finish(FinishReason.STOP, matched_token=last))
+        elif len(request.output) >= request.max_tokens:
+            self._core.lifecycle.finish(request, Finish(FinishReason.LENGTH))
+
+    def _abort(self, identity: bytes, message: AbortRequest) -> None:
+        for request_id in message.request_ids:
+            request = self._core.lifecycle.requests.get(request_id)
+            if request is not None:
+                self._core.lifecycle.finish(request, abort(message.reason))
+
+    def _acknowledge(self, identity: bytes, message: StreamAck) -> None:
+        for request_id in message.request_ids:
+            request = self._core.lifecycle.requests.get(request_id)
+            if request is not None and not request.live and request.frontend == identity:
+                self._core.forget(request)
+
+    def _operate(self, identity: bytes, message: Operation) -> None:
+        self._core.frontends.send(identity, self._core.operations.run(message))
+
+    # Detokenizers
+
+    def _stop_matched(self, identity: bytes, message: StopMatched) -> None:
+        """The client has its last chunk already: nothing more is sent for it."""
+        request = self._core.lifecycle.requests.get(message.request_id)
+        if request is None or not request.live or message.epoch not in (0, self._core.epoch):
+            return
+        if request.detokenizer is None or request.detokenizer.identity != identity:
+            return  # one that was given up; the stream was opened elsewhere and will match there
+        request.told = True
+        self._core.lifecycle.finish(request, Finish(FinishReason.STOP, matched_string=message.matched))
+        del request.output[message.num_output_tokens :]
+
+    # Workers
+
+    def _step_result(self, identity: bytes, message: StepResult) -> None:
+        core = self._core
+        worker = core.fleet.known(identity, message.incarnation)
+        if worker is None:
+            return
+        step = worker.inflight[0] if worker.inflight else None
+        if step is not None and core.fleet.take_result(worker, message):
+            core.settler.settle(worker, step, message)
+
+    def _worker_fault(self, identity: bytes, message: WorkerFault) -> None:
+        worker = self._core.fleet.known(identity, message.incarnation)
+        if worker is not None:
+            self._core.fleet.drop(worker, f"{message.kind} fault in step {message.step_id}: {message.detail}")
+
+    def _worker_drain(self, identity: bytes, message: WorkerDrain) -> None:
+        worker = self._core.fleet.known(identity, message.incarnation)
+        if worker is not None:
+            self._core.drain_worker(worker, message.deadline_s)

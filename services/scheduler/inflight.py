@@ -1,0 +1,53 @@
+"""Steps that were dispatched and whose results are still to come; leaves what a result means to settle."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from services.scheduler.request import Request
+from shared.messages.step import SlotOpen
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Known tokens start .. end - 1 of one request, computed by one step."""
+
+    request: Request
+    slot: int
+    start: int
+    end: int
+    sample: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step changes, before it is a message. `decode` is never changed once planned."""
+
+    decode: list[Request] = field(default_factory=list)
+    decode_slots: bytes = b""
+    chunks: list[Chunk] = field(default_factory=list)
+    opens: list[SlotOpen] = field(default_factory=list)
+    page_slots: array[int] = field(default_factory=lambda: array("i"))
+    page_ids: array[int] = field(default_factory=lambda: array("i"))
+    copies: array[int] = field(default_factory=lambda: array("i"))  # pairs (source, target)
+    budget: int = 0  # tokens this step may still take
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InflightStep:
+    step_id: int
+    decode: list[Request]
+    decode_slots: bytes
+    chunks: list[Chunk]
+    dispatched_at: float
+    num_samples: int
+
+    def rows(self) -> Iterator[Request]:
+        """The request of every row; one may have several over steps, one in each."""
+        yield from self.decode
+        for chunk in self.chunks:
+            yield chunk.request

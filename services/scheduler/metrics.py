@@ -1,0 +1,120 @@
+"""What the scheduler counts, and its two log lines; leaves exposition to the tokenizer."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+
+import structlog
+
+from services.scheduler.inflight import StepPlan
+from services.scheduler.request import Request
+from services.scheduler.worker import Worker
+from shared.clock import Clock
+from shared.messages.stream import FinishReason
+from shared.metrics import Histogram
+
+log = structlog.get_logger(__name__)
+
+WINDOW_S = 60.0  # of the hit rate and the throughput
+
+COUNTERS = (
+    "cache_hit_tokens",
+    "cache_miss_tokens",
+    "prompt_tokens",
+    "decode_tokens",
+    "recomputed_tokens",
+    "evicted_tokens",
+    "retractions",
+    "requests",
+    "requests_finished",
+    "requests_aborted",
+    "requests_failed",
+    "requests_rejected",
+    "steps",
+    "prefill_steps",
+    "workers_lost",
+    "detokenizers_lost",
+    "tokenizers_lost",
+    "transfers",
+    "internal_errors",
+    "invariant_violations",
+)
+
+
+class Metrics:
+    def __init__(self, clock: Clock, decode_log_interval: int) -> None:
+        self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
+        self.queue_time = Histogram()
+        self.turns = 0
+        self._clock = clock
+        self._decode_log_interval = decode_log_interval
+        self._samples: deque[tuple[float, int, int, int]] = deque()  # time, hits, misses, decoded
+
+    def count(self, name: str, amount: int = 1) -> None:
+        self.counters[name] += amount
+
+    def admitted(self, request: Request, num_computed: int) -> None:
+        """A request has got a seat; `num_computed` of its tokens need not be computed."""
+        if request.cached_tokens < 0:
+            request.cached_tokens = min(num_computed, request.prompt_length)
+            self.queue_time.observe(self._clock.now() - request.arrival)
+            self.count("prompt_tokens", request.prompt_length)
+            self.count("cache_hit_tokens", request.cached_tokens)
+            self.count("cache_miss_tokens", request.prompt_length - request.cached_tokens)
+        else:
+            self.count("recomputed_tokens", request.known - num_computed)
+
+    def finished(self, request: Request) -> None:
+        assert request.finish is not None
+        names = {FinishReason.ABORT: "requests_aborted", FinishReason.ERROR: "requests_failed"}
+        self.count(names.get(request.finish.reason, "requests_finished"))
+
+    def gauges(self) -> dict[str, float]:
+        """Of this process itself."""
+        return {"cpu_seconds": time.process_time(), "turns": float(self.turns)}
+
+    def sample(self) -> None:
+        """Remember where the counters stand; called about once a second."""
+        now = self._clock.now()
+        c = self.counters
+        self._samples.append((now, c["cache_hit_tokens"], c["cache_miss_tokens"], c["decode_tokens"]))
+        while len(self._samples) > 2 and self._samples[1][0] <= now - WINDOW_S:
+            self._samples.popleft()
+
+    def rates(self) -> tuple[float, float]:
+        """(cache hit rate over the window, decoded tokens per second over the last seconds)."""
+        if len(self._samples) < 2:
+            return 0.0, 0.0
+        last = self._samples[-1]
+        first = self._samples[0]
+        hits, misses = last[1] - first[1], last[2] - first[2]
+        before = self._samples[max(0, len(self._samples) - 6)]
+        seconds = last[0] - before[0]
+        throughput = (last[3] - before[3]) / seconds if seconds > 0 else 0.0
+        return hits / (hits + misses) if hits + misses else 0.0, throughput
+
+    def log_step(self, worker: Worker, plan: StepPlan, usage: float, queued: int) -> None:
+        """One line per step with a prefill, one per `decode_log_interval` steps with decode rows only."""
+        if plan.chunks:
+            log.info(
+                f"Prefill batch, #new-seq: {len(plan.opens)}, #new-token: {plan.prefill_tokens}, "
+                f"#cached-token: {plan.cached_tokens}, token usage: {usage:.2f}, "
+                f"#running-req: {len(plan.decode)}, #queue-req: {queued}",
+                worker=worker.worker_id,
+            )
+        if not plan.decode:
+            return
+        worker.decode_steps += 1
+        if worker.decode_steps % self._decode_log_interval:
+            return
+        now = self._clock.now()
+        seconds = now - worker.logged_at
+        rate = (worker.decoded_tokens - worker.tokens_at_log) / seconds if seconds > 0 else 0.0
+        worker.tokens_at_log, worker.logged_at = worker.decoded_tokens, now
+        used = sum(request.dispatched for request in worker.running.values())
+        log.info(
+            f"Decode batch, #running-req: {len(worker.running)}, #token: {used}, token usage: {usage:.2f}, "
+            f"gen throughput (token/s): {rate:.1f}, #queue-req: {queued}",
+            worker=worker.worker_id,
+        )

@@ -1,0 +1,216 @@
+"""What one worker does in its next step, within its budgets of tokens, seats and pages, in named passes.
+
+Leaves which worker a waiting request should go to to placement, and sending to dispatch.
+"""
+
+from __future__ import annotations
+
+import structlog
+
+from services.scheduler.inflight import Chunk, StepPlan
+from services.scheduler.lifecycle import Lifecycle, error
+from services.scheduler.metrics import Metrics
+from services.scheduler.radix_tree import Lease, RadixTree
+from services.scheduler.request import Request
+from services.scheduler.seats import Seats
+from services.scheduler.worker import Worker
+from shared import ints
+from shared.messages.step import SlotOpen
+
+log = structlog.get_logger(__name__)
+
+
+class Planner:
+    """`split_prompts` off: a prompt is only cut where no step could take it whole."""
+
+    def __init__(
+        self, tree: RadixTree, seats: Seats, lifecycle: Lifecycle, metrics: Metrics, *, split_prompts: bool = True
+    ) -> None:
+        self._tree = tree
+        self._seats = seats
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._split = split_prompts
+
+    def plan(self, worker: Worker) -> StepPlan | None:
+        """The next step, or None where there is nothing to do. Takes seats and pages as it goes."""
+        plan = StepPlan(budget=worker.step_tokens)
+        self._seats.reclaim(worker)
+        self._grow_decoding(plan, worker)
+        self._decode(plan, worker)
+        self._continue_prefills(plan, worker)
+        self._admit(plan, worker)
+        return plan if plan.decode or plan.chunks or worker.closes else None
+
+    # Decode rows: every running request has its place in every step.
+
+    def _grow_decoding(self, plan: StepPlan, worker: Worker) -> None:
+        """Give each decode row the page it writes; where pages run out, the youngest lose their seats."""
+        rows = worker.collect_decoding()
+        growing = [request for request in rows if request.dispatched >= request.capacity]
+        if len(growing) > 1:
+            growing.sort(key=_age)
+        for request in growing:
+            while request.worker is worker:  # a victim has none any more
+                pages = self._seats.take_pages(worker, 1)
+                if pages is not None:
+                    self._seats.append_page(request, pages[0])
+                    plan.page_slots.append(request.slot)
+                    plan.page_ids.append(pages[0])
+                    break
+                self._take_a_seat_away(plan, worker)
+
+    def _take_a_seat_away(self, plan: StepPlan, worker: Worker) -> None:
+        victim = max(worker.running.values(), key=_age)
+        if len(worker.running) == 1 and len(victim.own) == _private_pages(victim):
+            # The door admits nobody who does not fit alone, so this is a wrong count, not a full pool.
+            log.error("a request does not fit alone", request_id=victim.request_id, worker=worker.worker_id)
+            self._lifecycle.finish(victim, error("the KV cache cannot hold this request", 500))
+            return
+        for index in reversed([i for i, slot in enumerate(plan.page_slots) if slot == victim.slot]):
+            del plan.page_slots[index], plan.page_ids[index]
+        self._lifecycle.suspend(victim)
+
+    def _decode(self, plan: StepPlan, worker: Worker) -> None:
+        rows = worker.collect_decoding()
+        plan.decode, plan.decode_slots = rows, worker.decode_slots
+        plan.budget -= len(rows)
+        ends = False
+        for request in rows:
+            position = request.dispatched
+            ends |= position >= request.barrier and position == request.row_end - 1
+            request.dispatched = position + 1
+            request.inflight_rows += 1
+        if ends:
+            worker.decoding = None
+
+    # Prefill chunks share what the decode rows leave.
+
+    def _continue_prefills(self, plan: StepPlan, worker: Worker) -> None:
+        for request in list(worker.prefilling):
+            if plan.budget <= 0:
+                return
+            self._add_chunk(plan, worker, request)
+
+    def _add_chunk(self, plan: StepPlan, worker: Worker, request: Request) -> None:
+        start = request.dispatched
+        end = min(request.prefill_end, start + plan.budget)
+        if request.prompt_scores_missing < request.prompt_length and start < request.prompt_length:
+            end = min(end, request.prompt_length)  # a scored row holds no output tokens
+        last = end == request.prefill_end
+        plan.chunks.append(Chunk(request, request.slot, start, end, sample=last and request.max_tokens > 0))
+        plan.budget -= end - start
+        plan.prefill_tokens += end - start
+        request.dispatched = end
+        request.inflight_rows += 1
+        if last:
+            worker.prefilling.remove(request)
+            worker.decoding = None
+
+    # Admission: whoever placement proposes, as long as there is room.
+
+    def _admit(self, plan: StepPlan, worker: Worker) -> None:
+        for request in worker.candidates:
+            if plan.budget <= 0 or worker.open_seats <= 0:
+                return
+            try:
+                if not self._admit_one(plan, worker, request):
+                    return
+            except Exception:
+                self._metrics.count("internal_errors")
+                log.exception("admission failed", request_id=request.request_id, worker=worker.worker_id)
+                self._lifecycle.finish(request, error("internal error"))
+
+    def _admit_one(self, plan: StepPlan, worker: Worker, request: Request) -> bool:
+        """Seat one request. False: nobody behind it may be seated in this step either."""
+        if still_blocked(request, worker):
+            return True
+        match = self._tree.match(request.namespace, request.tokens(0, request.match_limit()))
+        if self._waits_for_prefix(plan, worker, request, match.num_tokens(worker.key)):
+            return True
+        hit = match.hits.get(worker.key)
+        wanted = -(-request.known // self._tree.page_size)
+        if wanted - (hit.num_pages if hit else 0) + reserve(worker) > self._seats.available(worker):
+            return False
+        if not self._split and plan.prefill_tokens and request.known - match.num_tokens(worker.key) > plan.budget:
+            return False
+        lease = self._tree.acquire(match, worker.key)
+        missing = wanted - lease.num_pages
+        pages = None
+        if missing + reserve(worker) <= self._seats.available(worker):
+            pages = self._seats.take_pages(worker, missing)
+        if pages is None:
+            self._tree.release(lease)
+            return False
+        self._open(plan, worker, request, lease, pages)
+        self._add_chunk(plan, worker, request)
+        return True
+
+    def _open(self, plan: StepPlan, worker: Worker, request: Request, lease: Lease, pages: list[int]) -> None:
+        num_computed = lease.num_tokens + lease.copy_tokens
+        if lease.copy_tokens:
+            plan.copies.extend((lease.copy_source, pages[0]))
+        self._seats.take(worker, request, lease, pages, num_computed)
+        plan.opens.append(
+            SlotOpen(
+                slot=request.slot,
+                sampling=request.sampling,
+                prompt_length=request.prompt_length,
+                num_computed=num_computed,
+                pages=ints.pack(request.pages),
+                history=request.tokens(0, num_computed) if request.needs_history else b"",
+                remaining=max(request.max_tokens - len(request.output), 0),
+            )
+        )
+        plan.cached_tokens += num_computed
+        worker.cached_tokens += num_computed
+        self._metrics.admitted(request, num_computed)
+        self._lifecycle.start(request)
+
+    def _waits_for_prefix(self, plan: StepPlan, worker: Worker, request: Request, hit_tokens: int) -> bool:
+        """Whether another request is about to compute the next page this one needs, here."""
+        if not self._tree.enabled:
+            return False
+        limit = request.match_limit()
+        page_size = self._tree.page_size
+        end = min((hit_tokens // page_size + 1) * page_size, limit)
+        if hit_tokens >= end:
+            return False
+        needed = request.tokens(0, end)
+        for other in (*worker.prefilling, *(chunk.request for chunk in plan.chunks)):
+            if other.namespace == request.namespace and other.prefill_tokens.startswith(needed):
+                request.blocker, request.blocked_until = other, end
+                return True
+        return False
+
+
+def still_blocked(request: Request, worker: Worker) -> bool:
+    """Whether the request it waits for is still computing the page it needs on this worker."""
+    blocker = request.blocker
+    if blocker is None:
+        return False
+    lease = blocker.lease
+    prefilling = blocker.worker is worker and blocker.dispatched < blocker.prefill_end
+    if prefilling and lease is not None and lease.num_tokens < request.blocked_until:
+        return True
+    request.blocker = None
+    return False
+
+
+def reserve(worker: Worker) -> int:
+    """Pages to leave free when admitting: one to grow for every seated request and for the new one, so that an
+    admission does not take a seat away at once. Alone it needs no such room."""
+    seated = len(worker.running)
+    return seated + 1 if seated else 0
+
+
+def _age(request: Request) -> tuple[int, int]:
+    """Sorts the most important first; the last one loses its seat first."""
+    return (-request.message.priority, request.sequence)
+
+
+def _private_pages(request: Request) -> int:
+    """How many pages are its own when the tree has none of them twice."""
+    lease = request.lease
+    assert lease is not None
+    return len(request.pages) - lease.num_pages - (1 if lease.tail_page >= 0 else 0)

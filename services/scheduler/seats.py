@@ -1,0 +1,100 @@
+"""A seat is a slot, a lease on the tree and pages: taken and left here, nowhere else. Leaves who and when to others."""
+
+from __future__ import annotations
+
+from array import array
+
+from services.scheduler.metrics import Metrics
+from services.scheduler.radix_tree import Lease, RadixTree
+from services.scheduler.request import Request
+from services.scheduler.worker import Worker
+
+
+class Seats:
+    """Every page of a worker is free, held by the tree, or in one request's `own`."""
+
+    def __init__(self, tree: RadixTree, metrics: Metrics) -> None:
+        self.tree = tree
+        self._metrics = metrics
+
+    def available(self, worker: Worker) -> int:
+        """Pages that can be had without taking a seat away."""
+        return worker.pool.free + self.tree.evictable_pages(worker.key)
+
+    def take_pages(self, worker: Worker, count: int) -> list[int] | None:
+        """`count` pages, evicting least recently used ones; None where there are not so many."""
+        missing = count - worker.pool.free
+        if missing > 0:
+            if missing > self.tree.evictable_pages(worker.key):
+                return None
+            freed = self.tree.evict(worker.key, missing)
+            self._metrics.count("evicted_tokens", len(freed) * self.tree.page_size)
+            worker.pool.release(freed)
+        return worker.pool.allocate(count)
+
+    def take(self, worker: Worker, request: Request, lease: Lease, pages: list[int], num_computed: int) -> None:
+        """Seat the request on the lease's pages and its own ones, `num_computed` tokens being there already."""
+        request.worker = worker
+        request.lease = lease
+        request.pages = array("i", lease.pages)
+        request.pages.extend(pages)
+        request.own = set(pages)
+        request.prefill_end = request.known
+        request.prefill_tokens = request.tokens(0, request.known)
+        request.dispatched = num_computed
+        request.set_barrier(self.tree.page_size)
+        request.set_check(self.tree.page_size)
+        request.slot = worker.seat(request)
+
+    def append_page(self, request: Request, page: int) -> None:
+        request.pages.append(page)
+        request.own.add(page)
+        request.set_barrier(self.tree.page_size)
+
+    def store(self, request: Request, end: int, ready_step: int = -1) -> None:
+        """Let the tree have the pages of positions up to `end`; what it has already stays the request's own."""
+        lease = request.lease
+        if lease is None or not self.tree.enabled or end <= lease.num_tokens + lease.tail_tokens:
+            return
+        pages = request.pages[lease.num_pages : -(-end // self.tree.page_size)]
+        tokens = request.tokens(lease.num_tokens, end)
+        refused = self.tree.extend(lease, tokens, pages, ready_step)
+        request.own.difference_update(pages)
+        request.own.update(refused)
+
+    def leave(self, request: Request) -> None:
+        """Keep what is written in the tree and free the rest.
+
+        The pages may be written again by the very command that closes the slot: a worker is a FIFO, and
+        the close is the first thing that command does.
+        """
+        worker, lease = request.worker, request.lease
+        assert worker is not None
+        assert lease is not None
+        self.store(request, request.written)
+        self.tree.release(lease)
+        worker.pool.release(request.own)
+        worker.unseat(request)
+        self._clear(request)
+
+    def lose(self, request: Request) -> None:
+        """The worker is gone, and the tree has dropped it: there is nothing to give back."""
+        if request.lease is not None:
+            self.tree.release(request.lease)
+        self._clear(request)
+
+    def reclaim(self, worker: Worker) -> None:
+        """Pages the tree had twice."""
+        freed = self.tree.take_freed(worker.key)
+        if freed:
+            worker.pool.release(freed)
+
+    @staticmethod
+    def _clear(request: Request) -> None:
+        request.worker = None
+        request.lease = None
+        request.slot = -1
+        request.pages = array("i")
+        request.own = set()
+        request.prefill_tokens = b""
+        request.check_at = 0  # every result that still comes is looked at

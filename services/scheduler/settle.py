@@ -1,0 +1,108 @@
+"""What the result of a step means for its requests: tokens, ends, errors, scores. Leaves credits to the fleet."""
+
+from __future__ import annotations
+
+import structlog
+
+from services.scheduler.inflight import InflightStep
+from services.scheduler.lifecycle import Lifecycle, error
+from services.scheduler.metrics import Metrics
+from services.scheduler.outbox import Outbox
+from services.scheduler.request import Request, State
+from services.scheduler.seats import Seats
+from services.scheduler.worker import Worker
+from shared import ints
+from shared.messages.step import StepResult
+from shared.messages.stream import Finish, FinishReason
+
+log = structlog.get_logger(__name__)
+
+
+class Settler:
+    """Results are settled by position: row i of the result is row i of the step, whoever sits in its slot now."""
+
+    def __init__(self, seats: Seats, lifecycle: Lifecycle, outbox: Outbox, metrics: Metrics) -> None:
+        self._seats = seats
+        self._lifecycle = lifecycle
+        self._outbox = outbox
+        self._metrics = metrics
+        self._page_size = seats.tree.page_size
+
+    def settle(self, worker: Worker, step: InflightStep, result: StepResult) -> None:
+        tokens = ints.unpack(result.token_ids)
+        if result.errors:
+            self._end_failed_rows(step, result)
+        if result.scores or result.prompt_scores:
+            self._keep_scores(step, result)
+        num_decode = len(step.decode)
+        self._append(step.decode, tokens[:num_decode].tolist())
+        self._settle_chunks(step, tokens[num_decode:].tolist())
+        worker.decoded_tokens += len(tokens)
+        self._metrics.count("decode_tokens", len(tokens))
+
+    def _append(self, rows: list[Request], tokens: list[int]) -> None:
+        """One sampled token for each row. The hot loop: a plain token costs an append and two comparisons."""
+        touched = self._outbox.touched
+        for request, token in zip(rows, tokens, strict=True):
+            request.inflight_rows -= 1
+            if request.finish is not None:
+                continue
+            if token < 0:
+                self._lifecycle.finish(request, error("the worker skipped a row of a live request"))
+                continue
+            output = request.output
+            output.append(token)
+            if not request.dirty:
+                request.dirty = True
+                touched.append(request)
+            if len(output) >= request.check_at or token in request.stops:
+                self._look_at(request, token)
+
+    def _look_at(self, request: Request, token: int) -> None:
+        """The token may end the request, fill a page, or be one that a suspended request waits for."""
+        count = len(request.output)
+        if token in request.stops and count > request.min_tokens:
+            self._lifecycle.finish(request, Finish(FinishReason.STOP, matched_token=token))
+        elif count >= request.max_tokens:
+            self._lifecycle.finish(request, Finish(FinishReason.LENGTH))
+        elif request.state is State.RUNNING:
+            settled = request.known - 1
+            self._seats.store(request, settled - settled % self._page_size)
+            request.set_check(self._page_size)
+        else:
+            self._lifecycle.settled(request)
+
+    def _settle_chunks(self, step: InflightStep, tokens: list[int]) -> None:
+        sampled = iter(tokens)
+        for chunk in step.chunks:
+            request = chunk.request
+            if chunk.sample:
+                self._append([request], [next(sampled)])
+                continue
+            request.inflight_rows -= 1
+            if request.finish is not None:
+                continue
+            if request.max_tokens == 0 and chunk.end == request.prompt_length:
+                self._lifecycle.finish(request, Finish(FinishReason.LENGTH))
+            else:
+                self._lifecycle.settled(request)
+
+    def _end_failed_rows(self, step: InflightStep, result: StepResult) -> None:
+        by_slot = {chunk.slot: chunk.request for chunk in step.chunks}
+        by_slot.update(zip(ints.unpack(step.decode_slots), step.decode, strict=True))
+        for failure in result.errors:
+            request = by_slot.get(failure.slot)
+            if request is not None:
+                log.warning("row failed", request_id=request.request_id, detail=failure.detail)
+                self._lifecycle.finish(request, error(failure.detail))
+
+    def _keep_scores(self, step: InflightStep, result: StepResult) -> None:
+        rows = [*step.decode, *(chunk.request for chunk in step.chunks if chunk.sample)]
+        for row_scores in result.scores:
+            request = rows[row_scores.row]
+            if request.finish is None:
+                request.scores.add(row_scores.scores)
+        for row_scores in result.prompt_scores:
+            request = step.chunks[row_scores.row].request
+            if request.finish is None:
+                request.prompt_scores.add(row_scores.scores)

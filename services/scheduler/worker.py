@@ -1,0 +1,113 @@
+"""One worker as the scheduler sees it: seats, pages, steps in flight, age. Leaves sockets to the fleet."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+
+from services.scheduler.inflight import InflightStep
+from services.scheduler.page_pool import PagePool
+from services.scheduler.request import Request
+from shared import ints
+from shared.messages.control import Heartbeat
+from shared.messages.request import WorkerStatus
+from shared.messages.step import WorkerHello
+
+
+class Worker:
+    """All of it is rebuilt from the hello of the next incarnation."""
+
+    def __init__(self, identity: bytes, hello: WorkerHello, depth: int, seats: int, step_tokens: int, now: float):
+        self.identity = identity
+        self.key = identity.decode()
+        self.hello = hello
+        self.worker_id = hello.worker_id
+        self.depth = depth  # steps that may be in flight
+        self.seats = seats  # most requests with a slot
+        self.step_tokens = step_tokens  # most tokens of one step
+        self.pool = PagePool(hello.num_pages)
+        self.free_slots = list(range(hello.max_slots - 1, -1, -1))
+        self.running: dict[int, Request] = {}  # by slot
+        self.prefilling: list[Request] = []  # those with prompt left to dispatch, oldest admission first
+        self.decoding: list[Request] | None = None  # None: to be collected again; the list itself never changes
+        self.decode_slots = b""
+        self.closes: array[int] = array("i")  # slots the next command closes
+        self.inflight: deque[InflightStep] = deque()
+        self.next_step_id = 0
+        self.candidates: list[Request] = []  # who may be admitted in this turn
+        self.last_heard = now
+        self.head_since = now  # when the oldest step in flight became the oldest
+        self.heartbeat: Heartbeat | None = None
+        self.draining = False
+        self.drain_until = 0.0
+        self.cached_tokens = 0
+        self.computed_tokens = 0
+        self.decoded_tokens = 0
+        self.decode_steps = 0
+        self.tokens_at_log = 0
+        self.logged_at = now
+
+    @property
+    def has_credit(self) -> bool:
+        return len(self.inflight) < self.depth
+
+    @property
+    def open_seats(self) -> int:
+        return 0 if self.draining else self.seats - len(self.running)
+
+    @property
+    def max_request_tokens(self) -> int:
+        # One page stays out: a request alone may need every other page while one is the source of its copy.
+        return min(self.hello.max_context, (self.hello.num_pages - 1) * self.hello.page_size)
+
+    def pending_tokens(self) -> int:
+        """Prompt tokens of seated requests that no step carries yet."""
+        return sum(request.prefill_end - request.dispatched for request in self.prefilling)
+
+    def collect_decoding(self) -> list[Request]:
+        """The requests that take a decode row in the next step; cached until a seat or a phase changes."""
+        rows = self.decoding
+        if rows is None:
+            rows = [
+                request
+                for request in self.running.values()
+                if request.prefill_end <= request.dispatched < request.row_end
+            ]
+            self.decoding = rows
+            self.decode_slots = ints.pack(request.slot for request in rows)
+        return rows
+
+    def seat(self, request: Request) -> int:
+        slot = self.free_slots.pop()
+        self.running[slot] = request
+        self.prefilling.append(request)
+        self.decoding = None
+        return slot
+
+    def unseat(self, request: Request) -> None:
+        """The slot is free at once: the next command closes it before it opens any."""
+        slot = request.slot
+        del self.running[slot]
+        if request in self.prefilling:
+            self.prefilling.remove(request)
+        self.decoding = None
+        self.closes.append(slot)
+        self.free_slots.append(slot)
+
+    def status(self, now: float, evictable: int) -> WorkerStatus:
+        return WorkerStatus(
+            worker_id=self.worker_id,
+            device=self.hello.device,
+            ready=True,
+            draining=self.draining,
+            num_pages=self.hello.num_pages,
+            pages_free=self.pool.free,
+            pages_cached=evictable,
+            max_slots=self.seats,
+            running=len(self.running),
+            inflight_steps=len(self.inflight),
+            heartbeat_age_s=round(now - self.last_heard, 3),
+            cached_tokens=self.cached_tokens,
+            computed_tokens=self.computed_tokens,
+            decoded_tokens=self.decoded_tokens,
+        )
