@@ -128,9 +128,8 @@ class Decoder:
         for layer in self.layers:
             if layer.qk_norm is not None:
                 _spread_qk_norm(layer.qk_norm, self.config)
-        if self._deterministic:
-            for linear in (self.head, *(linear for layer in self.layers for linear in layer.linears())):
-                linear.make_deterministic()
+        for linear in (self.head, *(linear for layer in self.layers for linear in layer.linears())):
+            linear.prepare(deterministic=self._deterministic)
 
 
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
