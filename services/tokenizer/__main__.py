@@ -1,0 +1,18 @@
+"""`python -m services.tokenizer`: the HTTP frontend as a process. Leaves everything else to service."""
+
+from __future__ import annotations
+
+import sys
+
+from services.tokenizer.service import TokenizerService
+from shared import service
+from shared.config import TokenizerConfig, load
+
+
+def main() -> int:
+    config = load(TokenizerConfig, sys.argv[1:])
+    return service.run("tokenizer", config, lambda: TokenizerService(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

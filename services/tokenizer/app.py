@@ -1,0 +1,81 @@
+"""The FastAPI application: routes, the one error envelope, the OpenAPI document; leaves its life to service."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from services.tokenizer import openapi
+from services.tokenizer.context import Context
+from services.tokenizer.errors import ApiError, ClientGone, invalid
+from services.tokenizer.middleware import Door
+from services.tokenizer.routes import chat, completions, models, native, ops
+
+log = structlog.get_logger(__name__)
+
+
+def create(context: Context) -> ASGIApp:
+    """The whole HTTP side over one context."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+
+    app = FastAPI(
+        title="RadixFleet",
+        version=context.version,
+        lifespan=lifespan,
+        root_path=context.config.fastapi_root_path,
+        docs_url=None,
+        redoc_url=None,
+    )
+    for family in (chat, completions, models, native, ops):
+        app.include_router(family.router(context))
+    for kind, handler in _HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    openapi.install(app)
+    return Door(app, context.measurements, context.config.max_concurrent_requests, context.config.log_requests)
+
+
+async def _api_error(request: Request, error: ApiError) -> Response:
+    return error.response()
+
+
+async def _http_error(request: Request, error: Any) -> Response:
+    """Unknown routes and wrong methods."""
+    messages = {
+        404: f"There is no {request.url.path!r} here.",
+        405: f"{request.method} is not allowed for {request.url.path!r}.",
+    }
+    message = messages.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message).response(dict(error.headers or {}))
+
+
+async def _invalid(request: Request, error: Any) -> Response:
+    return invalid("The request is not valid.").response()
+
+
+async def _client_gone(request: Request, error: Any) -> Response:
+    return Response(status_code=499)
+
+
+async def _internal(request: Request, error: Any) -> Response:
+    log.error("request failed", path=request.url.path, error=repr(error))
+    return ApiError(500, "Internal error; the server's log knows more.").response()
+
+
+_HANDLERS: dict[type[Exception], Callable[[Request, Any], Any]] = {
+    ApiError: _api_error,
+    HTTPException: _http_error,
+    RequestValidationError: _invalid,
+    ClientGone: _client_gone,
+    Exception: _internal,
+}

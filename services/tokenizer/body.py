@@ -1,0 +1,56 @@
+"""Reads a request's body within its limits and turns it into a struct; leaves the shapes to schema."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from services.tokenizer import validation
+from services.tokenizer.context import Context
+from services.tokenizer.errors import ApiError, ClientGone, invalid
+
+T = TypeVar("T")
+
+INLINE_BYTES = 64 << 10  # larger bodies are decoded in the thread pool
+
+
+async def read(request: Request, context: Context, kind: type[T], refused: Mapping[str, str]) -> tuple[T, list[str]]:
+    """The body and the names of fields nobody knows. Raises ApiError."""
+    content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        raise invalid("Unsupported Media Type: Only 'application/json' is allowed.", code="unsupported_media_type")
+    body = await read_bytes(request, context.config.max_body_bytes, context.config.client_stall_timeout)
+    if len(body) <= INLINE_BYTES:
+        return validation.decode(body, kind, refused)
+    return await context.text.run(validation.decode, body, kind, refused)
+
+
+async def read_bytes(request: Request, max_bytes: int, patience_s: float) -> bytes:
+    """The whole body. 413 beyond the limit (before reading where the length is told), 408 if the client stops."""
+    told = request.headers.get("content-length", "")
+    if told.isdigit() and int(told) > max_bytes:
+        raise _too_large(max_bytes)
+    pieces: list[bytes] = []
+    size = 0
+    chunks = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(patience_s):
+                piece = await anext(chunks, None)
+        except TimeoutError:
+            raise ApiError(408, "The request body did not arrive in time.") from None
+        except ClientDisconnect:
+            raise ClientGone from None
+        if piece is None:
+            return b"".join(pieces)
+        size += len(piece)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        pieces.append(piece)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The request body is larger than {max_bytes} bytes.")

@@ -1,0 +1,84 @@
+"""Everything a route needs, put together once; leaves building it to service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from services.tokenizer.errors import ApiError
+from services.tokenizer.exchange import Answerer, Exchange
+from services.tokenizer.exposition import Exposition
+from services.tokenizer.frontend import Frontend
+from services.tokenizer.metrics import Measurements, RequestTimer
+from services.tokenizer.model_folder import ModelFolder
+from services.tokenizer.sampling import SeedSource
+from services.tokenizer.streams import Group
+from services.tokenizer.text import TextEngine
+from services.tokenizer.vocabulary import Vocabulary
+from shared.config import TokenizerConfig
+
+log = structlog.get_logger(__name__)
+
+IGNORED_HEADER = "x-radixfleet-ignored"
+_MAX_IGNORED = 32
+
+
+@dataclass(slots=True)
+class Context:
+    """The rooms behind the routes."""
+
+    config: TokenizerConfig
+    model: ModelFolder
+    text: TextEngine
+    vocabulary: Vocabulary
+    frontend: Frontend
+    measurements: Measurements
+    exposition: Exposition
+    seeds: SeedSource
+    started_at: int
+    version: str
+    _ignored_seen: set[str] = field(default_factory=set)
+
+    @property
+    def limit(self) -> int:
+        """The most tokens prompt and answer may have together."""
+        status = self.frontend.status
+        allowed = status.max_request_tokens if status is not None else 0
+        return min(self.model.context_length, allowed) if allowed else self.model.context_length
+
+    def check_model(self, name: str | None) -> None:
+        """404 for a model that is not here."""
+        if name not in (None, "default", self.model.served_name, self.model.name, self.model.path):
+            raise ApiError(404, f"The model {name!r} does not exist.", param="model", code="model_not_found")
+
+    def ignored(self, names: list[str]) -> dict[str, str]:
+        """The header that lists fields nobody here knows; each is logged once."""
+        shown = [name for name in names if name.isascii() and name.isprintable()][:_MAX_IGNORED]
+        if not names:
+            return {}
+        for name in shown:
+            if name not in self._ignored_seen and len(self._ignored_seen) < 1000:
+                self._ignored_seen.add(name)
+                log.info("unknown field ignored", field=name[:64])
+        return {IGNORED_HEADER: ", ".join(name[:64].replace(",", "?") for name in shown) or "?"}
+
+    def exchange(
+        self,
+        group: Group,
+        answerer: Answerer,
+        timer: RequestTimer,
+        *,
+        streaming: bool,
+        headers: Mapping[str, str],
+    ) -> Exchange:
+        return Exchange(
+            self.frontend,
+            group,
+            answerer,
+            timer,
+            streaming=streaming,
+            keep_alive_interval=self.config.keep_alive_interval,
+            headers=headers,
+        )

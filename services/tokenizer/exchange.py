@@ -1,0 +1,175 @@
+"""One HTTP request from submit to the last byte: waits, writes, keeps alive, and aborts what is unfinished once.
+
+Leaves the words to an Answerer and the sockets to frontend. It is an ASGI response, so that one `finally`
+covers all ways a request can end: done, failed, client gone while queued, prefilling, decoding or not streaming.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Protocol
+
+import structlog
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from services.tokenizer import sse
+from services.tokenizer.errors import ApiError, ClientGone
+from services.tokenizer.frontend import Frontend
+from services.tokenizer.metrics import RequestTimer
+from services.tokenizer.output import Output
+from services.tokenizer.streams import Group, Stream
+
+log = structlog.get_logger(__name__)
+
+ADMISSION_WAIT_S = 0.1  # a refusal that comes within this time is a status, not an event
+
+
+class Answerer(Protocol):
+    """Puts outputs into the words of one API."""
+
+    def event(self, index: int, news: Output) -> bytes:
+        """Events for what is new in stream `index`; may be empty."""
+        ...
+
+    def end(self) -> bytes:
+        """Events after the last stream has ended, `[DONE]` included."""
+        ...
+
+    def whole(self, outputs: list[Output]) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+class Exchange(Response):
+    """Sends the group, answers its client."""
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        group: Group,
+        answerer: Answerer,
+        timer: RequestTimer,
+        *,
+        streaming: bool,
+        keep_alive_interval: float,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(headers=dict(headers))
+        self._frontend = frontend
+        self._group = group
+        self._answerer = answerer
+        self._timer = timer
+        self._streaming = streaming
+        self._keep_alive_interval = keep_alive_interval
+        self._extra_headers = dict(headers)
+        self._gone = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._frontend.submit(self._group)
+            response = await self._stream() if self._streaming else await self._whole(receive)
+            await response(scope, receive, send)
+        except ClientGone:
+            log.debug("client gone", request_ids=[s.request.request_id for s in self._group.streams])
+        finally:
+            self._frontend.close(self._group)
+            self._timer.close(finished=self._group.done)
+
+    async def _whole(self, receive: Receive) -> Response:
+        watcher = asyncio.ensure_future(self._watch(receive))
+        outputs = [Output(*stream.widths) for stream in self._group.streams]
+        try:
+            while not self._group.done or self._group.has_news:
+                await self._group.wait()
+                if self._gone:
+                    raise ClientGone
+                for stream, news in self._take():
+                    outputs[stream.index].join(news)
+                    if stream.error is not None:
+                        raise stream.error
+        finally:
+            watcher.cancel()
+        return Response(self._answerer.whole(outputs), 200, self._extra_headers, "application/json")
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._group.nudge()
+
+    async def _stream(self) -> Response:
+        """Headers go out with the first news, or soon without: until then a refusal still has its status."""
+        timer = asyncio.get_running_loop().call_later(ADMISSION_WAIT_S, self._group.nudge)
+        await self._group.wait()
+        timer.cancel()
+        for stream in self._group.streams:
+            if stream.error is not None and not stream.received:
+                raise stream.error
+        headers = {**sse.HEADERS, **self._extra_headers}
+        return StreamingResponse(self._events(), 200, headers, sse.MEDIA_TYPE)
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        group = self._group
+        group.writer = asyncio.current_task()
+        silence = Silence(self._keep_alive_interval, group.nudge)
+        try:
+            while not group.done or group.has_news:
+                await group.wait()
+                data, failure = self._gather()
+                if failure is not None:
+                    yield data + sse.error(failure) + sse.DONE
+                    return
+                if data or silence.is_long():
+                    group.writing_since = time.monotonic()
+                    yield data or sse.KEEP_ALIVE
+                    group.writing_since = None
+                    silence.broken()
+            yield self._answerer.end()
+        finally:
+            silence.close()
+
+    def _gather(self) -> tuple[bytes, ApiError | None]:
+        """Everything that is new, for one write."""
+        pieces = []
+        for stream, news in self._take():
+            pieces.append(self._answerer.event(stream.index, news))
+            if stream.error is not None:
+                return b"".join(pieces), stream.error
+        return b"".join(pieces), None
+
+    def _take(self) -> Iterator[tuple[Stream, Output]]:
+        for stream in self._group.take_ready():
+            news = stream.take()
+            if news is not None:
+                self._timer.news(stream.index, news)
+            elif stream.error is None:
+                continue
+            yield stream, news or Output(*stream.widths)
+
+
+class Silence:
+    """Calls back when nothing was sent for an interval; costs one timer per interval, not one per token."""
+
+    def __init__(self, interval: float, on_silence: Callable[[], None]) -> None:
+        self._interval = interval
+        self._on_silence = on_silence
+        self._since = time.monotonic()
+        self._timer = asyncio.get_running_loop().call_later(interval, self._look)
+
+    def broken(self) -> None:
+        self._since = time.monotonic()
+
+    def is_long(self) -> bool:
+        return time.monotonic() - self._since >= self._interval
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        left = self._interval - (time.monotonic() - self._since)
+        if left <= 0:
+            self._on_silence()
+        self._timer = asyncio.get_running_loop().call_later(left if left > 0 else self._interval, self._look)

@@ -1,0 +1,186 @@
+"""Prometheus text of the whole system: three families of names over one picture.
+
+`radixfleet_*` are ours, `sglang:*` and the three `sglang_*` counters are what dashboards of such servers read.
+Values come from the last SystemStatus (nothing is counted twice) and from the door's own measurements.
+Leaves measuring to metrics and to the other services.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from services.tokenizer.frontend import Frontend
+from services.tokenizer.load import Load
+from services.tokenizer.metrics import Measurements
+from shared.messages.control import ServiceMetrics
+from shared.messages.request import SystemStatus
+from shared.metrics import BUCKETS
+
+# our name, SGLang's name, what it counts, key in SystemStatus.counters
+COUNTERS = (
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens of admitted requests", "prompt_tokens"),
+    ("generation_tokens", "generation_tokens", "Generated tokens", "decode_tokens"),
+    ("cached_tokens", "cached_tokens", "Prompt tokens found in the radix cache", "cache_hit_tokens"),
+    ("requests", "num_requests", "Requests received by the scheduler", "requests"),
+    ("requests_aborted", "num_aborted_requests", "Requests ended by their clients", "requests_aborted"),
+    ("evicted_tokens", "evicted_tokens", "Cached tokens evicted", "evicted_tokens"),
+    ("retractions", "num_retracted_requests", "Requests suspended for lack of pages", "retractions"),
+    ("computed_prompt_tokens", "", "Prompt tokens that had to be computed", "cache_miss_tokens"),
+)
+SEED_COUNTERS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
+    ("sglang_cache_hit", "Number of KV cache hits in tokens", "cache_hit_tokens", {"type": "radix"}),
+    ("sglang_cache_miss", "Number of KV cache misses in tokens", "cache_miss_tokens", {"type": "radix"}),
+    ("sglang_decode_tokens", "Number of tokens decoded", "decode_tokens", {}),
+)
+HISTOGRAMS = (
+    ("time_to_first_token_seconds", "tokenizer"),
+    ("inter_token_latency_seconds", "tokenizer"),
+    ("e2e_request_latency_seconds", "tokenizer"),
+    ("queue_time_seconds", "scheduler"),
+)
+
+
+class Exposition:
+    """A collector over the frontend's picture; `text()` is the answer of /metrics."""
+
+    def __init__(self, frontend: Frontend, measurements: Measurements, model_name: str) -> None:
+        self._frontend = frontend
+        self._measurements = measurements
+        self._labels = {"model_name": model_name}
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._frontend.status
+        load = Load.of(status if self._frontend.fresh else None)
+        yield from self._gauges(load)
+        yield from self._counters(status)
+        services = status.services if status is not None else ()
+        yield from self._histograms(services)
+        yield from self._own()
+        yield from _workers(status, self._labels)
+        yield from _services(services, self._labels)
+
+    def _gauges(self, load: Load) -> Iterator[Metric]:
+        values = (
+            ("num_running_reqs", "requests_running", "Requests in a batch", load.running),
+            ("num_queue_reqs", "requests_waiting", "Requests waiting", load.waiting),
+            ("num_used_tokens", "kv_used_tokens", "Tokens held by running requests", load.used_tokens),
+            ("token_usage", "kv_usage", "Share of the KV pool held by running requests", load.usage),
+            ("max_total_num_tokens", "kv_capacity_tokens", "Size of the KV pool", load.capacity),
+            ("gen_throughput", "generation_tokens_per_second", "Generated tokens per second", load.throughput),
+            ("cache_hit_rate", "cache_hit_rate", "Share of prompt tokens found in the cache", load.hit_rate),
+            ("num_retracted_reqs", "requests_suspended", "Requests suspended now", load.suspended),
+            ("num_paused_reqs", "", "Requests paused now", 0.0),
+            ("num_grammar_queue_reqs", "", "Requests waiting for a grammar", load.compiling),
+            ("spec_accept_length", "", "Accepted draft tokens per step", 0.0),
+            ("spec_accept_rate", "", "Accepted share of draft tokens", 0.0),
+            ("utilization", "", "Running requests over seats", load.utilization),
+            ("", "kv_free_tokens", "Free tokens of the KV pool", load.free_tokens),
+            ("", "kv_cached_tokens", "Tokens held by the radix tree alone", load.cached_tokens),
+            ("", "workers_ready", "Workers that take requests", load.workers),
+        )
+        for theirs, ours, text, value in values:
+            if theirs:
+                yield _gauge(f"sglang:{theirs}", text, self._labels, value)
+            if ours:
+                yield _gauge(f"radixfleet_{ours}", text, self._labels, value)
+
+    def _counters(self, status: SystemStatus | None) -> Iterator[Metric]:
+        counters: Mapping[str, float] = status.counters if status is not None else {}
+        for ours, theirs, text, key in COUNTERS:
+            value = counters.get(key, 0.0)
+            yield _counter(f"radixfleet_{ours}", text, self._labels, value)
+            if theirs:
+                yield _counter(f"sglang:{theirs}", text, self._labels, value)
+        yield _counter("sglang:num_so_requests", "Requests with constrained output", self._labels, 0.0)
+        for name, text, key, labels in SEED_COUNTERS:
+            yield _counter(name, text, labels, counters.get(key, 0.0))
+        known = {key for *_, key in COUNTERS}
+        for key in sorted(counters.keys() - known):
+            yield _counter(f"radixfleet_scheduler_{key}", f"Scheduler: {key}", self._labels, counters[key])
+
+    def _histograms(self, services: Iterable[ServiceMetrics]) -> Iterator[Metric]:
+        """Sums over all processes of a kind; our own numbers are the live ones."""
+        services = list(services)
+        own = self._measurements.snapshots()
+        for name, kind in HISTOGRAMS:
+            parts = [own[name]] if name in own else []
+            for service in services:
+                is_self = service.service_id == self._frontend.service_id
+                if service.service == kind and not is_self and name in service.histograms:
+                    parts.append(service.histograms[name])
+            total = [sum(column) for column in zip(*parts, strict=True)] or [0.0] * (len(BUCKETS) + 2)
+            for prefix in ("sglang:", "radixfleet_"):
+                yield _histogram(prefix + name, self._labels, total)
+
+    def _own(self) -> Iterator[Metric]:
+        measured = self._measurements
+        labels = {**self._labels, "service_id": self._frontend.service_id}
+        yield _gauge("radixfleet_http_requests_active", "HTTP requests in work", labels, measured.active)
+        yield _counter("radixfleet_http_requests", "HTTP requests", labels, measured.counters["http_requests"])
+        family = CounterMetricFamily("radixfleet_http_responses", "HTTP responses", labels=[*labels, "status"])
+        for code, count in sorted(measured.responses.items()):
+            family.add_metric([*labels.values(), str(code)], count)
+        yield family
+        yield _gauge("radixfleet_scheduler_up", "Whether the scheduler is heard", labels, float(self._frontend.fresh))
+
+
+def _workers(status: SystemStatus | None, labels: Mapping[str, str]) -> Iterator[Metric]:
+    names = ("ready", "running", "pages_free", "pages_cached", "num_pages", "inflight_steps", "heartbeat_age_s")
+    totals = ("cached_tokens", "computed_tokens", "decoded_tokens")
+    workers = status.workers if status is not None else ()
+    for name in names:
+        gauge = GaugeMetricFamily(f"radixfleet_worker_{name}", f"Worker: {name}", labels=[*labels, "worker"])
+        for worker in workers:
+            gauge.add_metric([*labels.values(), worker.worker_id], float(getattr(worker, name)))
+        yield gauge
+    for name in totals:
+        counter = CounterMetricFamily(f"radixfleet_worker_{name}", f"Worker: {name}", labels=[*labels, "worker"])
+        for worker in workers:
+            counter.add_metric([*labels.values(), worker.worker_id], float(getattr(worker, name)))
+        yield counter
+
+
+def _services(services: Iterable[ServiceMetrics], labels: Mapping[str, str]) -> Iterator[Metric]:
+    """What every process says of itself in its heartbeat, under the name it uses."""
+    families: dict[str, GaugeMetricFamily] = {}
+    for service in services:
+        for name, value in {**service.gauges, "heartbeat_age_seconds": service.heartbeat_age_s}.items():
+            if not name.isidentifier():
+                continue
+            family = families.setdefault(
+                name,
+                GaugeMetricFamily(
+                    f"radixfleet_service_{name}", f"Heartbeat: {name}", labels=[*labels, "service", "service_id"]
+                ),
+            )
+            family.add_metric([*labels.values(), service.service, service.service_id], value)
+    yield from families.values()
+
+
+def _gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _counter(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
+    family = CounterMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _histogram(name: str, labels: Mapping[str, str], snapshot: list[float]) -> Metric:
+    """`snapshot` as shared.metrics.Histogram gives it."""
+    family = HistogramMetricFamily(name, name.replace("_", " "), labels=list(labels))
+    bounds = [*(f"{bound:g}" for bound in BUCKETS), "+Inf"]
+    buckets = list(zip(bounds, snapshot[:-1], strict=True))
+    family.add_metric(list(labels.values()), buckets, snapshot[-1])
+    return family

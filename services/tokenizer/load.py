@@ -1,0 +1,56 @@
+"""The load of the whole system in a few numbers, derived from one SystemStatus; shown by /metrics and /get_load."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.messages.request import SystemStatus
+
+
+class Load(msgspec.Struct, frozen=True):
+    """All zero where nothing is known. Tokens are slots of the KV pool."""
+
+    running: int = 0
+    waiting: int = 0
+    capacity: int = 0
+    free_tokens: int = 0
+    cached_tokens: int = 0
+    seats: int = 0
+    workers: int = 0
+    throughput: float = 0.0
+    hit_rate: float = 0.0
+    suspended: float = 0.0
+    compiling: float = 0.0
+
+    @property
+    def used_tokens(self) -> int:
+        """Held by running requests: neither free nor evictable."""
+        return self.capacity - self.free_tokens - self.cached_tokens
+
+    @property
+    def usage(self) -> float:
+        return self.used_tokens / self.capacity if self.capacity else 0.0
+
+    @property
+    def utilization(self) -> float:
+        return self.running / self.seats if self.seats else 0.0
+
+    @staticmethod
+    def of(status: SystemStatus | None) -> Load:
+        if status is None:
+            return Load()
+        size = status.page_size
+        scheduler = {k: v for s in status.services if s.service == "scheduler" for k, v in s.gauges.items()}
+        return Load(
+            running=status.num_running,
+            waiting=status.num_waiting,
+            capacity=size * sum(worker.num_pages for worker in status.workers),
+            free_tokens=size * sum(worker.pages_free for worker in status.workers),
+            cached_tokens=size * sum(worker.pages_cached for worker in status.workers),
+            seats=sum(worker.max_slots for worker in status.workers),
+            workers=sum(worker.ready and not worker.draining for worker in status.workers),
+            throughput=scheduler.get("gen_throughput", 0.0),
+            hit_rate=scheduler.get("cache_hit_rate", 0.0),
+            suspended=scheduler.get("num_suspended", 0.0),
+            compiling=scheduler.get("num_compiling", 0.0),
+        )

@@ -1,0 +1,59 @@
+"""Declares the hand-decoded bodies in the OpenAPI document; leaves decoding to body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from services.tokenizer import schema
+from services.tokenizer.errors import ErrorBody
+
+BODIES = (
+    schema.ChatBody,
+    schema.CompletionBody,
+    schema.GenerateBody,
+    schema.NativeSampling,
+    schema.TokenizeBody,
+    schema.DetokenizeBody,
+    schema.AbortBody,
+    ErrorBody,
+)
+_REF = "#/components/schemas/{name}"
+
+
+def takes(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads `kind` from its body."""
+    failure = {"application/json": {"schema": {"$ref": _REF.format(name="ErrorBody")}}}
+    return {
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"$ref": _REF.format(name=kind.__name__)}}},
+        },
+        "responses": {
+            code: {"description": text, "content": failure}
+            for code, text in (
+                ("400", "The request is not valid"),
+                ("404", "No such model"),
+                ("413", "The body is too large"),
+                ("429", "The queue is full"),
+                ("503", "Not ready"),
+            )
+        },
+    }
+
+
+def install(app: FastAPI) -> None:
+    """Let the app describe itself with our schemas among its components."""
+    _, components = msgspec.json.schema_components(BODIES, ref_template=_REF)
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            described = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            described.setdefault("components", {}).setdefault("schemas", {}).update(components)
+            app.openapi_schema = described
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]

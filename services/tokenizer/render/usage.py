@@ -1,0 +1,31 @@
+"""Token counts as every endpoint reports them; cached prompt tokens are always part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class Counts:
+    """Counts of one HTTP request: each prompt once, every choice's output."""
+
+    def __init__(self, prompt_lengths: Sequence[int], n: int) -> None:
+        self._prompt_tokens = sum(prompt_lengths)
+        self._n = n
+        self._completion = [0] * (len(prompt_lengths) * n)
+        self._cached = [0] * len(prompt_lengths)
+
+    def note(self, index: int, num_output_tokens: int, cached_tokens: int) -> None:
+        self._completion[index] = num_output_tokens
+        if index % self._n == 0:  # the first choice of a prompt shows what was cached before the request
+            self._cached[index // self._n] = cached_tokens
+
+    def usage(self) -> dict[str, Any]:
+        completion = sum(self._completion)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self._prompt_tokens + completion,
+            "reasoning_tokens": 0,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }

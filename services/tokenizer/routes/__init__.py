@@ -1,0 +1,1 @@
+"""One module per family of endpoints; leaves validation, sampling and rendering to their own modules."""

@@ -1,0 +1,161 @@
+"""POST /v1/chat/completions; leaves templates to text and words to render.chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from services.tokenizer import body, messages, requests, sampling, validation
+from services.tokenizer.context import Context
+from services.tokenizer.errors import invalid
+from services.tokenizer.metrics import RequestTimer
+from services.tokenizer.openapi import takes
+from services.tokenizer.render.chat import ChatAnswerer
+from services.tokenizer.render.usage import Counts
+from services.tokenizer.requests import Prompt
+from services.tokenizer.sampling import Names, ScoreWishes
+from services.tokenizer.schema import REFUSED_OPENAI, ChatBody, OpenAIFields, StreamOptions
+from shared.messages.request import SamplingParams
+
+TEMPLATE_KWARGS_REFUSED = frozenset(
+    ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
+)
+
+
+def router(context: Context) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/v1/chat/completions", openapi_extra=takes(ChatBody), tags=["openai"])
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        wishes, unknown = await body.read(request, context, ChatBody, REFUSED_OPENAI)
+        return await _answer(context, wishes, unknown)
+
+    return routes
+
+
+async def _answer(context: Context, wishes: ChatBody, unknown: list[str]) -> Response:
+    context.check_model(wishes.model)
+    refuse_constraints(wishes.response_format)
+    n = sampling.choices(wishes, Names(), 1, context.config.max_batch_size)
+    timer = RequestTimer(context.measurements, n)
+    options = stream_options(wishes)
+    params = _params(context, wishes)
+    [(rid, names)] = requests.item_rids(single(wishes.rid, "rid"), 1, False, "chatcmpl-")
+    max_tokens = wishes.max_completion_tokens
+    prompt = Prompt(
+        ids=await _encode(context, wishes),
+        params=params,
+        wished=max_tokens if max_tokens is not None else wishes.max_tokens,
+        default_max_tokens=None,
+        rid=rid,
+        names=names,
+        n=n,
+        **prompt_options(wishes),
+    )
+    max_param = "max_tokens" if max_tokens is None else "max_completion_tokens"
+    requests.settle_length(prompt, context.limit, context.config.strict_length, "messages", max_param)
+    answerer = ChatAnswerer(
+        response_id=names[0],
+        model=wishes.model or context.model.served_name,
+        counts=Counts([len(prompt.ids)], n),
+        vocabulary=context.vocabulary,
+        with_logprobs=bool(wishes.logprobs),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.continuous_usage_stats),
+    )
+    group = requests.make_group([prompt], context.seeds)
+    headers = context.ignored(unknown)
+    return context.exchange(group, answerer, timer, streaming=bool(wishes.stream), headers=headers)
+
+
+def _params(context: Context, wishes: ChatBody) -> SamplingParams:
+    most = context.config.max_logprobs
+    validation.in_range("top_logprobs", wishes.top_logprobs, 0, most)
+    validation.in_range("max_completion_tokens", wishes.max_completion_tokens, 0, float("inf"))
+    if wishes.top_logprobs and not wishes.logprobs:
+        raise invalid("top_logprobs needs logprobs = true.", "top_logprobs", "invalid_value")
+    scores = ScoreWishes(top=(wishes.top_logprobs or 0) if wishes.logprobs else -1)
+    return sampling.build(wishes, Names(), context.model, model_defaults(context), scores, most)
+
+
+async def _encode(context: Context, wishes: ChatBody) -> Any:
+    conversation = messages.normalize(wishes.messages)
+    tools = _tools(wishes)
+    kwargs = wishes.chat_template_kwargs or {}
+    for name in kwargs:
+        if name in TEMPLATE_KWARGS_REFUSED:
+            raise invalid(f"chat_template_kwargs.{name} is not allowed.", "chat_template_kwargs", "invalid_value")
+    continued = bool(wishes.continue_final_message)
+    if continued and conversation[-1]["role"] != "assistant":
+        raise invalid("continue_final_message needs a last message of the assistant.", "continue_final_message")
+    if continued and wishes.add_generation_prompt:
+        raise invalid("continue_final_message and add_generation_prompt exclude each other.", "continue_final_message")
+    generation_prompt = not continued and wishes.add_generation_prompt is not False
+    return await context.text.encode_chat(
+        conversation,
+        tools,
+        kwargs,
+        context.limit,
+        add_generation_prompt=generation_prompt,
+        continue_final_message=continued,
+    )
+
+
+def _tools(wishes: ChatBody) -> list[dict[str, Any]] | None:
+    """Tools change what the model may say, so they are refused until that can be held; "none" switches them off."""
+    if not wishes.tools:
+        if wishes.tool_choice not in (None, "none", "auto"):
+            raise invalid("tool_choice needs tools.", "tool_choice", "invalid_value")
+        return None
+    if wishes.tool_choice == "none":
+        return None
+    raise invalid("tools are not supported by this server yet.", "tools", "unsupported_parameter")
+
+
+def refuse_constraints(response_format: dict[str, Any] | None) -> None:
+    """Anything but plain text would constrain the output, which is not possible yet: never ignored in silence."""
+    if response_format and response_format.get("type") != "text":
+        raise invalid(
+            "response_format other than text is not supported by this server yet.",
+            "response_format",
+            "unsupported_parameter",
+        )
+
+
+def stream_options(wishes: OpenAIFields) -> StreamOptions:
+    if wishes.stream_options is not None and not wishes.stream:
+        raise invalid("stream_options needs stream = true.", "stream_options", "invalid_value")
+    return wishes.stream_options or StreamOptions()
+
+
+def single(value: str | list[str] | None, name: str) -> str | None:
+    """The value of a field that may be a list only where there are several prompts."""
+    if isinstance(value, list):
+        if len(value) != 1:
+            raise invalid(f"{name} has {len(value)} entries for one prompt.", name, "invalid_value")
+        return value[0]
+    return value
+
+
+def model_defaults(context: Context) -> dict[str, float]:
+    return context.model.sampling_defaults if context.config.sampling_defaults == "model" else {}
+
+
+def prompt_options(wishes: OpenAIFields) -> dict[str, Any]:
+    """The fields of Prompt that chat and completions fill alike."""
+    if wishes.stop_regex:
+        raise invalid("stop_regex is not supported by this server yet.", "stop_regex", "unsupported_parameter")
+    validation.in_range("priority", wishes.priority, -(1 << 31), (1 << 31) - 1)
+    return {
+        "seeded": wishes.seed is not None,
+        "stop_strings": sampling.stop_strings(wishes, Names()),
+        "namespace": requests.namespace(single(wishes.extra_key, "extra_key"), wishes.cache_salt),
+        "no_stop_trim": bool(wishes.no_stop_trim),
+        "skip_special_tokens": wishes.skip_special_tokens is not False,
+        "spaces_between_special_tokens": wishes.spaces_between_special_tokens is not False,
+        "stream": bool(wishes.stream),
+        "priority": wishes.priority or 0,
+    }

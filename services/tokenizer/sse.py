@@ -1,0 +1,36 @@
+"""Bytes of server-sent events; leaves what they say to render/ and when they go to the exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from services.tokenizer.errors import ApiError
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+MEDIA_TYPE = "text/event-stream"
+
+_encoder = msgspec.json.Encoder()
+# Line separators of Unicode: legal inside JSON strings, but some readers split events at them.
+_SEPARATORS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
+
+
+def json_bytes(value: Any) -> bytes:
+    """JSON in which no reader of lines finds a line end."""
+    data = _encoder.encode(value)
+    if not data.isascii():
+        for raw, escaped in _SEPARATORS:
+            data = data.replace(raw, escaped)
+    return data
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + json_bytes(value) + b"\n\n"
+
+
+def error(failure: ApiError) -> bytes:
+    """A failure in mid-stream, in the same envelope as everywhere."""
+    return b"data: " + failure.body() + b"\n\n"

@@ -1,0 +1,145 @@
+"""Text to token ids and back, always in a thread pool, never on the event loop.
+
+Leaves templates to chat_template, special texts in content to literal and limits to validation.
+`encode_batch_fast` is used even for one text: unlike `encode` it lets other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizers import Tokenizer
+
+from services.tokenizer.chat_template import ChatTemplate, TemplateFailure, with_reasoning_aliases
+from services.tokenizer.errors import invalid, too_long, unavailable
+from services.tokenizer.literal import LiteralMarker, SpecialToken
+from services.tokenizer.model_folder import ModelFolder
+
+R = TypeVar("R")
+
+MAX_THREADS = 4
+RENDER_TIMEOUT_S = 10.0
+
+
+class TextEngine:
+    """Owns the tokenizer, its literal twin and the pool. Close it at the end."""
+
+    def __init__(self, model: ModelFolder, threads: int = 0) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our pool is the parallelism
+        source = Path(model.tokenizer_path, "tokenizer.json").read_text(encoding="utf-8")
+        self._tokenizer = Tokenizer.from_str(source)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._literal = _LiteralTwin(source)
+        added = self._tokenizer.get_added_tokens_decoder()
+        specials = [SpecialToken(i, t.content, t.lstrip, t.rstrip) for i, t in added.items() if t.special]
+        self._marker = LiteralMarker(specials)
+        self._longest = max((len(t.encode()) for t in self._tokenizer.get_vocab()), default=1)
+        tokens = {**model.special_texts, "bos_token": model.bos_token, "eos_token": model.eos_token}
+        self._template = ChatTemplate(model.chat_template, tokens) if model.chat_template else None
+        self._pool = ThreadPoolExecutor(threads or min(MAX_THREADS, os.cpu_count() or 1), "text")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, work: Callable[..., R], *args: Any) -> R:
+        """Any other pure function that is too long for the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
+
+    async def encode(
+        self, text: str, limit: int, param: str, *, parse_special: bool = True, add_special_tokens: bool = True
+    ) -> array[int]:
+        """Ids of one text. Raises ApiError where it cannot fit `limit` tokens, before encoding it."""
+        self._refuse_hopeless(text, limit, param)
+        tokenizer = self._tokenizer if parse_special else self._literal.first
+        return await self.run(_encode, tokenizer, text, add_special_tokens)
+
+    async def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        extra: Mapping[str, Any],
+        limit: int,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> array[int]:
+        """Ids of a rendered conversation. Raises ApiError with the template's own words where it refuses."""
+        if self._template is None:
+            raise invalid("This model has no chat template; use /v1/completions or give one with --chat-template.")
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        work = self.run(self._encode_chat, messages, tools, dict(extra), limit, options)
+        try:
+            async with asyncio.timeout(RENDER_TIMEOUT_S):
+                return await work
+        except TimeoutError:
+            raise unavailable("Rendering the chat template took too long.") from None
+
+    async def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids, already checked against the vocabulary."""
+        return await self.run(lambda: self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def _encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        extra: dict[str, Any],
+        limit: int,
+        options: dict[str, bool],
+    ) -> array[int]:
+        assert self._template is not None
+        messages = [with_reasoning_aliases(message) for message in messages]
+        content = [messages, tools, extra]
+        marks = self._marker.pick_marks(content) if self._marker.found_in(content) else None
+        if marks is not None:
+            messages, tools, extra = self._marker.mark(content, marks)
+        max_chars = self._longest * limit + 4096
+        try:
+            text = self._template.render(messages, tools, extra, max_chars=max_chars, **options)
+        except TemplateFailure as error:
+            raise invalid(str(error), "messages") from error
+        self._refuse_hopeless(text, limit, "messages")
+        if marks is None:
+            return _encode(self._tokenizer, text, False)
+        return self._encode_pieces(self._marker.split(text, marks))
+
+    def _encode_pieces(self, pieces: list[SpecialToken | str]) -> array[int]:
+        ids = array("i")
+        for index, piece in enumerate(pieces):
+            if isinstance(piece, SpecialToken):
+                ids.append(piece.id)
+            else:
+                ids.extend(_encode(self._literal.first if index == 0 else self._literal.later, piece, False))
+        return ids
+
+    def _refuse_hopeless(self, text: str, limit: int, param: str) -> None:
+        least = len(text.encode("utf-8", "replace")) // self._longest
+        if least > limit:
+            raise too_long(least, limit, param, at_least=True)
+
+
+class _LiteralTwin:
+    """The same tokenizer with special tokens switched off; `later` is for text that does not open the prompt."""
+
+    def __init__(self, source: str) -> None:
+        self.first = Tokenizer.from_str(source)
+        self.later = self.first
+        anywhere = re.sub(r'"prepend_scheme"\s*:\s*"first"', '"prepend_scheme":"never"', source)
+        if anywhere != source:
+            self.later = Tokenizer.from_str(anywhere)
+        for tokenizer in (self.first, self.later):
+            tokenizer.encode_special_tokens = True
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+
+
+def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> array[int]:
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return array("i", encoding.ids)
