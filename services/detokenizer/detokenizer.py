@@ -1,7 +1,7 @@
 """The service: tokens in from the scheduler, text out to the tokenizers that said hello.
 
-Streams are opened by the scheduler and closed by their last chunk. Leaves decoding to `request_stream` and
-slow or absent frontends to `outbox`.
+Streams are opened by the scheduler and closed by their last chunk. Leaves decoding to `request_stream`, slow or
+absent frontends to `outbox`, and the life of the scheduler's connection to `scheduler_link`.
 
     scheduler --StreamOpen, TokenChunks--> Detokenizer --TextChunks--> tokenizer
         ^-----StopMatched, Heartbeat----------'  ^--------Hello-----------'
@@ -12,25 +12,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections import deque
 
 import structlog
 
 from services.detokenizer import vocabulary
 from services.detokenizer.outbox import Outbox
 from services.detokenizer.request_stream import MissingTokens, RequestStream
+from services.detokenizer.scheduler_link import SchedulerLink
 from shared import ints
 from shared.clock import Clock, MonotonicClock
 from shared.config import DetokenizerConfig
-from shared.messages.control import Heartbeat, Hello, Ping, Pong
-from shared.messages.edges import ToDetokenizer, TokenizerToDetokenizer
+from shared.messages.control import Hello, Ping, Pong
+from shared.messages.edges import TokenizerToDetokenizer
 from shared.messages.stream import StopMatched, StreamOpen, TextChunk, TokenChunk, TokenChunks
-from shared.service import new_incarnation, new_service_id
-from shared.transport import Client, Frames, PeerBusy, PeerGone, Server
+from shared.service import new_service_id
+from shared.transport import Frames, PeerBusy, PeerGone, Server
 
 log = structlog.get_logger(__name__)
 
-HELLO_TRIES = 20  # quick ones after a connection broke; then one with every heartbeat
 DRAIN_LIMIT_S = 2.0
 
 
@@ -41,13 +40,9 @@ class Detokenizer:
         self._config = config
         self._clock = clock or MonotonicClock()
         self.service_id = new_service_id("detokenizer", config)
-        self.incarnation = new_incarnation()
         self.epoch = 0
         self.streams: dict[str, RequestStream] = {}
-        self.chunks_handled = 0
-        self._welcome = False
-        self._hello_tries = HELLO_TRIES
-        self._stops: deque[StopMatched] = deque()
+        self._messages = 0  # TokenChunks of this epoch and connection: the scheduler's measure of our backlog
         self._tokens = 0
         self._drained = asyncio.Event()
         self._resources = contextlib.ExitStack()
@@ -55,20 +50,17 @@ class Detokenizer:
     async def start(self) -> None:
         """Load the vocabulary, bind for tokenizers, connect to the scheduler."""
         config = self._config
-        path = config.tokenizer_path or config.model_path
-        self._vocabulary = await asyncio.to_thread(vocabulary.load, path)
+        self._vocabulary = await asyncio.to_thread(vocabulary.load, config.tokenizer_path or config.model_path)
         self._server: Server[TokenizerToDetokenizer] = Server(config.bind, TokenizerToDetokenizer, self._on_frontend)
         self._resources.callback(self._server.close)
         self._server.on_writable = self._on_writable
         self._outbox = Outbox(self._server.send, self._clock)
         self.endpoint = config.advertise or _reachable(self._server.endpoint)
-        identity = f"{self.service_id}/{self.incarnation}"
-        self._client: Client[ToDetokenizer] = Client(config.scheduler, identity, ToDetokenizer, self._on_scheduler)
-        self._resources.callback(self._client.close)
-        self._client.on_writable = self._on_client_writable
-        self._client.watch(self._on_disconnect)
-        self._say_hello()
-        log.info("detokenizer started", endpoint=self.endpoint, table=bool(self._vocabulary.pieces))
+        self._link = SchedulerLink(
+            config.scheduler, self.service_id, self.endpoint, self._on_scheduler, self._drop_streams
+        )
+        self._resources.callback(self._link.close)
+        log.info("detokenizer started", endpoint=self.endpoint, token_table=bool(self._vocabulary.pieces))
 
     async def drain(self) -> None:
         """Hand over the text that is ready; streams that go on are opened again elsewhere."""
@@ -85,62 +77,44 @@ class Detokenizer:
         self._resources.close()
 
     def heartbeat(self) -> None:
-        if not self._welcome:
-            self._say_hello()
-        self._client.try_send(Heartbeat(self.service_id, self.incarnation, gauges=self._gauges()))
+        self._link.heartbeat(
+            {
+                "chunks_handled": float(self._messages),
+                "tokens_total": float(self._tokens),
+                "streams": float(len(self.streams)),
+                "pending_chunks": float(self._outbox.pending),
+                "malformed_total": float(self._link.malformed + self._server.malformed),
+            }
+        )
         self._outbox.retry()
-
-    def _gauges(self) -> dict[str, float]:
-        return {
-            "chunks_handled": float(self.chunks_handled),
-            "tokens_total": float(self._tokens),
-            "streams": float(len(self.streams)),
-            "pending_chunks": float(self._outbox.pending),
-            "malformed": float(self._client.malformed + self._server.malformed),
-        }
 
     # Scheduler
 
-    def _say_hello(self) -> None:
-        self._client.try_send(Hello("detokenizer", self.service_id, self.incarnation, self.endpoint))
-
-    def _on_disconnect(self) -> None:
-        self._welcome = False
-        self._hello_tries = HELLO_TRIES
-        self._say_hello()
-
-    def _on_client_writable(self) -> None:
-        """A send met no connection or a full queue a while ago."""
-        self._send_stops()
-        if not self._welcome and self._hello_tries > 0:
-            self._hello_tries -= 1
-            self._say_hello()
-
-    def _on_scheduler(self, message: ToDetokenizer, frames: Frames) -> None:
-        match message:
-            case TokenChunks():
-                if self._is_current(message.epoch):
-                    for chunk in message.chunks:
-                        self._feed(chunk)
-                    self._outbox.flush()
-            case StreamOpen():
-                if self._is_current(message.epoch):
-                    self._open(message)
-            case Ping():
-                self._client.try_send(Pong(message.nonce))
-            case Pong():
-                self._welcome = True
+    def _on_scheduler(self, message: StreamOpen | TokenChunks) -> None:
+        if not self._is_current(message.epoch):
+            return
+        if isinstance(message, StreamOpen):
+            self._open(message)
+            return
+        self._messages += 1
+        for chunk in message.chunks:
+            self._feed(chunk)
+        self._outbox.flush()
 
     def _is_current(self, epoch: int) -> bool:
         """Whether a message is of the newest scheduler life; a newer one than known ends all before it."""
         if epoch > self.epoch:
-            if self.streams:
-                log.info("new scheduler epoch, streams dropped", epoch=epoch, streams=len(self.streams))
             self.epoch = epoch
-            self.streams.clear()
-            self._stops.clear()
+            self._drop_streams()
+            self._link.forget_stops()
             self._outbox.clear(epoch)
         return epoch == self.epoch
+
+    def _drop_streams(self) -> None:
+        if self.streams:
+            log.info("streams dropped, they will be opened again", streams=len(self.streams))
+        self.streams.clear()
+        self._messages = 0
 
     def _open(self, opening: StreamOpen) -> None:
         stream = RequestStream(opening, self._vocabulary)
@@ -151,19 +125,14 @@ class Detokenizer:
             self._outbox.flush()
 
     def _feed(self, chunk: TokenChunk) -> None:
-        self.chunks_handled += 1
         stream = self.streams.get(chunk.request_id)
         if stream is None:
             return  # a stop string ended it, and the scheduler did not know yet
         try:
             text = stream.feed(chunk)
         except MissingTokens as error:
-            # A connection that broke may have lost messages; our hello makes the scheduler tell everything again.
-            log.warning("tokens are missing, asking again", request_id=chunk.request_id, detail=str(error))
-            del self.streams[chunk.request_id]
-            if self._welcome:
-                self._welcome = False
-                self._say_hello()
+            log.error("tokens are missing", request_id=chunk.request_id, detail=str(error))
+            self._link.renew()
             return
         if text is not None:
             self._emit(stream, text)
@@ -174,17 +143,10 @@ class Detokenizer:
         if finish is not None:
             del self.streams[text.request_id]
             if finish.matched_string:
-                self._stops.append(
+                self._link.stop_matched(
                     StopMatched(text.request_id, text.num_output_tokens, finish.matched_string, self.epoch)
                 )
-                self._send_stops()
         self._outbox.put(stream.frontend, text, stream.stream)
-
-    def _send_stops(self) -> None:
-        with contextlib.suppress(PeerBusy):  # on_writable comes back here
-            while self._stops:
-                self._client.send(self._stops[0])
-                self._stops.popleft()
 
     # Tokenizers
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -69,3 +71,11 @@ def sentence_piece() -> Vocabulary:
 @pytest.fixture(scope="session")
 def word_piece() -> Vocabulary:
     return from_tokenizer(word_piece_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def byte_level_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with nothing but the byte-level tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    byte_level_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
