@@ -193,7 +193,7 @@ class Worker:
         return True
 
     def _reply(self, session: Session, message: StepResult | WorkerFault) -> None:
-        if session is not self._session:
+        if session is not self._session or not (session.is_live or isinstance(message, WorkerFault)):
             return
         if isinstance(message, WorkerFault):
             self._device_lost = message.kind == "cuda"
