@@ -11,7 +11,7 @@ from services.scheduler.inflight import Chunk, StepPlan
 from services.scheduler.lifecycle import Lifecycle, error
 from services.scheduler.metrics import Metrics
 from services.scheduler.radix_tree import Lease, RadixTree
-from services.scheduler.request import Request
+from services.scheduler.request import Request, State
 from services.scheduler.seats import Seats
 from services.scheduler.worker import Worker
 from shared import ints
@@ -113,6 +113,8 @@ class Planner:
         for request in worker.candidates:
             if plan.budget <= 0 or worker.open_seats <= 0:
                 return
+            if request.state is not State.WAITING:
+                continue  # an earlier step of this turn has taken it
             try:
                 if not self._admit_one(plan, worker, request):
                     return

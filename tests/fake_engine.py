@@ -1,0 +1,298 @@
+"""A worker's inside without a model: pages hold tokens, the next token is a hash of all tokens found in them.
+
+It verifies the step protocol as it executes: dense ids, slots, page tables, copies, who writes which page. Each cell of a
+page also holds a hash of everything before it, as real KV does, so a page in the wrong place is noticed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from shared import ints
+from shared.messages.request import SamplingParams
+from shared.messages.step import PrefillRow, RowError, RowScores, SlotOpen, StepCommand, StepResult, WorkerHello
+from shared.messages.stream import Scores
+
+VOCAB = 50_000
+_MASK = (1 << 64) - 1
+EMPTY = 0x9E3779B97F4A7C15
+"""The hash of no tokens."""
+
+
+class ProtocolError(AssertionError):
+    """The scheduler broke a rule of the step protocol."""
+
+
+def chain(before: int, token: int) -> int:
+    """The hash of a sequence from the hash of all but its last token."""
+    mixed = ((before ^ (token + 1)) * 0xBF58476D1CE4E5B9) & _MASK
+    return mixed ^ (mixed >> 29)
+
+
+def sampled(state: int) -> int:
+    return (state >> 7) % VOCAB
+
+
+def logprob(state: int, token: int) -> float:
+    """What the fake says a token's score is after a sequence with this hash; exact in float32."""
+    return -(((state >> 11) + token) % 4096) / 64
+
+
+def hash_of(tokens: list[int]) -> int:
+    state = EMPTY
+    for token in tokens:
+        state = chain(state, token)
+    return state
+
+
+def generate(prompt: list[int], max_tokens: int, stops: tuple[int, ...] = (), min_tokens: int = 0) -> list[int]:
+    """What a request must answer, however it was scheduled."""
+    state = hash_of(prompt)
+    output: list[int] = []
+    while len(output) < max_tokens:
+        token = sampled(state)
+        output.append(token)
+        if token in stops and len(output) > min_tokens:
+            break
+        state = chain(state, token)
+    return output
+
+
+def expected_scores(tokens: list[int], start: int, end: int) -> list[float]:
+    """Scores of the tokens at positions start .. end - 1, each given all before it."""
+    state = EMPTY
+    scores = []
+    for position, token in enumerate(tokens[:end]):
+        if position >= start:
+            scores.append(logprob(state, token) if position else float("nan"))
+        state = chain(state, token)
+    return scores
+
+
+@dataclass(slots=True)
+class _Slot:
+    sampling: SamplingParams
+    prompt_length: int
+    pages: list[int]
+    length: int  # positions with KV
+    state: int  # hash of these
+    remaining: int
+    last: int = -1  # the last sampled token, not yet in the pages
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class FakeEngine:
+    """`verify` off: only the arithmetic, for benchmarks."""
+
+    hello: WorkerHello
+    epoch: int = 0
+    verify: bool = True
+    next_step: int = 0
+    prefill_tokens: int = 0
+    decode_rows: int = 0
+    copies: int = 0
+    fail_tokens: set[int] = field(default_factory=set)  # a row that would sample one of these fails
+    steps: list[StepCommand] = field(default_factory=list)
+    _slots: dict[int, _Slot] = field(default_factory=dict)
+    _cells: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)  # page -> (position, token, hash)
+    _users: dict[int, int] = field(default_factory=dict)  # page -> open slots with it in their table
+
+    @property
+    def open_slots(self) -> int:
+        return len(self._slots)
+
+    def execute(self, command: StepCommand) -> StepResult:
+        """One step. Raises ProtocolError."""
+        self._check(command.epoch == self.epoch, f"epoch {command.epoch}, not {self.epoch}")
+        self._check(command.step_id == self.next_step, f"step {command.step_id} instead of {self.next_step}")
+        self.next_step += 1
+        self.steps.append(command)
+        del self.steps[:-50]
+        for slot in ints.unpack(command.closes):
+            self._close(slot)
+        for opening in command.opens:
+            self._open(opening)
+        for slot, page in zip(ints.unpack(command.page_slots), ints.unpack(command.page_ids), strict=True):
+            self._append_page(slot, page)
+        self._copy(ints.unpack(command.page_copies))
+        for opening in command.opens:
+            self._read_context(opening.slot)
+        return self._forward(command)
+
+    def _forward(self, command: StepCommand) -> StepResult:
+        decode = ints.unpack(command.decode_slots)
+        rows = len(decode) + sum(len(row.token_ids) // 4 for row in command.prefills)
+        seen = [*decode, *(row.slot for row in command.prefills)]
+        self._check(len(set(seen)) == len(seen), f"a slot has two rows: {seen}")
+        self._check(rows <= self.hello.max_batched_tokens, f"{rows} tokens in one step")
+        tokens: list[int] = []
+        scores: list[RowScores] = []
+        prompt_scores: list[RowScores] = []
+        errors: list[RowError] = []
+        for slot in decode:
+            self._decode(slot, tokens, scores, errors)
+        for index, row in enumerate(command.prefills):
+            self._prefill(index, row, tokens, scores, prompt_scores, errors)
+        return StepResult(
+            step_id=command.step_id,
+            epoch=command.epoch,
+            incarnation=self.hello.incarnation,
+            token_ids=ints.pack(tokens),
+            scores=tuple(scores),
+            prompt_scores=tuple(prompt_scores),
+            errors=tuple(errors),
+        )
+
+    # Slots and pages
+
+    def _close(self, slot: int) -> None:
+        self._check(slot in self._slots, f"close of slot {slot}, which is not open")
+        for page in self._slots.pop(slot).pages:
+            self._users[page] -= 1
+
+    def _open(self, opening: SlotOpen) -> None:
+        self._check(opening.slot not in self._slots, f"slot {opening.slot} is open already")
+        self._check(0 <= opening.slot < self.hello.max_slots, f"there is no slot {opening.slot}")
+        pages = ints.unpack(opening.pages).tolist()
+        self._check(len(set(pages)) == len(pages), "a page twice in one table")
+        self._check(opening.num_computed <= len(pages) * self.hello.page_size, "computed tokens without pages")
+        self._slots[opening.slot] = _Slot(
+            opening.sampling, opening.prompt_length, [], opening.num_computed, 0, opening.remaining
+        )
+        for page in pages:
+            self._append_page(opening.slot, page)
+
+    def _append_page(self, slot: int, page: int) -> None:
+        self._check(slot in self._slots, f"a page for slot {slot}, which is not open")
+        self._check(0 <= page < self.hello.num_pages, f"there is no page {page}")
+        self._check(page not in self._slots[slot].pages, f"page {page} twice in slot {slot}")
+        self._slots[slot].pages.append(page)
+        self._users[page] = self._users.get(page, 0) + 1
+
+    def _copy(self, pairs: array[int]) -> None:
+        sources, targets = pairs[::2].tolist(), pairs[1::2].tolist()
+        self._check(not set(sources) & set(targets), "a page is source and target")
+        self._check(len(set(targets)) == len(targets), "a page is the target of two copies")
+        self._check(all(self._users.get(page) == 1 for page in targets), "the target of a copy is shared or nobody's")
+        self.copies += len(targets)
+        contents = [list(self._cells.get(page, ())) for page in sources]
+        for target, cells in zip(targets, contents, strict=True):
+            self._cells[target] = cells
+
+    def _read_context(self, slot: int) -> None:
+        """What the open slot finds in its pages must be one sequence from its start."""
+        seat = self._slots[slot]
+        seat.state = EMPTY
+        for position in range(seat.length):
+            seat.state = self._check_cell(slot, seat, position, seat.state)
+
+    def _check_cell(self, slot: int, seat: _Slot, position: int, before: int) -> int:
+        page, offset = seat.pages[position // self.hello.page_size], position % self.hello.page_size
+        cells = self._cells.get(page, [])
+        self._check(offset < len(cells), f"slot {slot}: nothing at position {position}, page {page}")
+        at, token, state = cells[offset]
+        if self.verify:
+            good = at == position and state == chain(before, token)
+            self._check(good, f"slot {slot}: page {page} holds something else at position {position}")
+        return state
+
+    def _write(self, slot: int, seat: _Slot, token: int) -> None:
+        index, offset = divmod(seat.length, self.hello.page_size)
+        self._check(index < len(seat.pages), f"slot {slot} has no page for position {seat.length}")
+        page = seat.pages[index]
+        self._check(self._users[page] == 1, f"slot {slot} writes page {page}, which another slot uses")
+        seat.state = chain(seat.state, token)
+        cells = self._cells.setdefault(page, [])
+        del cells[offset:]
+        self._check(len(cells) == offset, f"slot {slot}: page {page} has a hole before position {seat.length}")
+        cells.append((seat.length, token, seat.state))
+        seat.length += 1
+
+    def _verify_context(self, slot: int, seat: _Slot) -> None:
+        if self.verify:
+            state = EMPTY
+            for position in range(seat.length):
+                state = self._check_cell(slot, seat, position, state)
+            self._check(state == seat.state, f"slot {slot}: its context has changed")
+
+    # Rows
+
+    def _decode(self, slot: int, tokens: list[int], scores: list[RowScores], errors: list[RowError]) -> None:
+        seat = self._seat(slot)
+        if seat.ended:
+            tokens.append(-1)
+            return
+        self._check(seat.last >= 0, f"slot {slot} decodes before it has sampled")
+        self._write(slot, seat, seat.last)
+        self.decode_rows += 1
+        self._sample(slot, seat, tokens, scores, errors)
+
+    def _prefill(
+        self,
+        index: int,
+        row: PrefillRow,
+        tokens: list[int],
+        scores: list[RowScores],
+        prompt_scores: list[RowScores],
+        errors: list[RowError],
+    ) -> None:
+        seat = self._seat(row.slot)
+        known = ints.unpack(row.token_ids).tolist()
+        self._check(bool(known), f"an empty chunk for slot {row.slot}")
+        values: list[float] = []
+        start = seat.length
+        for token in known:
+            if 0 <= row.score_from <= seat.length:
+                self._check(seat.length > start or start == 0, "a score that needs logits before the chunk")
+                values.append(logprob(seat.state, token) if seat.length else float("nan"))
+            self._write(row.slot, seat, token)
+        if row.next_token >= 0:
+            values.append(logprob(seat.state, row.next_token))
+        self.prefill_tokens += len(known)
+        if values:
+            prompt_scores.append(RowScores(index, _scores(values, seat.sampling)))
+        if row.sample:
+            self._sample(row.slot, seat, tokens, scores, errors)
+
+    def _sample(
+        self, slot: int, seat: _Slot, tokens: list[int], scores: list[RowScores], errors: list[RowError]
+    ) -> None:
+        self._verify_context(slot, seat)
+        self._check(seat.remaining > 0, f"slot {slot} has no samples left")
+        seat.remaining -= 1
+        token = sampled(seat.state)
+        if token in self.fail_tokens:
+            errors.append(RowError(slot, "logits are not finite"))
+            seat.ended = True
+            tokens.append(-1)
+            return
+        if seat.sampling.logprobs >= 0:
+            scores.append(RowScores(len(tokens), _scores([logprob(seat.state, token)], seat.sampling)))
+        tokens.append(token)
+        seat.last = token
+        output_index = seat.length - seat.prompt_length
+        if token in seat.sampling.stop_token_ids and output_index >= seat.sampling.min_new_tokens:
+            seat.ended = True
+
+    def _seat(self, slot: int) -> _Slot:
+        self._check(slot in self._slots, f"a row for slot {slot}, which is not open")
+        return self._slots[slot]
+
+    @staticmethod
+    def _check(condition: bool, text: str) -> None:
+        if not condition:
+            raise ProtocolError(text)
+
+
+def _scores(values: list[float], sampling: SamplingParams) -> Scores:
+    count, top = len(values), max(sampling.logprobs, 0)
+    wanted = ints.count(sampling.logprob_token_ids)
+    return Scores(
+        count=count,
+        logprobs=array("f", values).tobytes(),
+        top_ids=ints.pack(i for _ in range(count) for i in range(top)),
+        top_logprobs=array("f", [v - i for v in values for i in range(top)]).tobytes(),
+        wanted=array("f", [v for v in values for _ in range(wanted)]).tobytes(),
+    )

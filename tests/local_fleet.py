@@ -1,0 +1,312 @@
+"""The real scheduler between peers that live in the same thread: no sockets, no time but the test's own."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from services.scheduler.core import Edges
+from services.scheduler.request import Request
+from services.scheduler.scheduler import Handler, Scheduler
+from shared import ints
+from shared.clock import ManualClock
+from shared.config import SchedulerConfig
+from shared.messages.control import Heartbeat, Hello, Ping, Pong
+from shared.messages.edges import ToDetokenizer, ToTokenizer, ToWorker
+from shared.messages.request import (
+    AbortRequest,
+    GenerateRequest,
+    Operation,
+    OperationDone,
+    RequestRejected,
+    SamplingParams,
+    StreamAck,
+    SystemStatus,
+)
+from shared.messages.step import Drain, StepCommand, WorkerHello, WorkerReset, WorkerWelcome
+from shared.messages.stream import Finish, Scores, StreamOpen, TokenChunks
+from shared.transport import PeerBusy, PeerGone
+from tests.fake_engine import VOCAB, FakeEngine, generate
+
+
+def worker_hello(worker_id: str = "w", incarnation: int = 1, **changes: Any) -> WorkerHello:
+    fields: dict[str, Any] = {
+        "worker_id": worker_id,
+        "incarnation": incarnation,
+        "model": "fake",
+        "model_digest": "d1",
+        "page_size": 16,
+        "num_pages": 256,
+        "max_slots": 16,
+        "max_batched_tokens": 128,
+        "max_context": 4096,
+        "max_inflight_steps": 2,
+        "vocab_size": VOCAB,
+        "device": "fake",
+        "kv_dtype": "float32",
+        "kv_layout": "HND",
+        "kv_bytes_per_page": 1024,
+    }
+    return WorkerHello(**{**fields, **changes})
+
+
+class LocalEdge:
+    """One socket of the scheduler. Every message is encoded and decoded, as on a wire."""
+
+    def __init__(self, union: Any) -> None:
+        self.peers: dict[bytes, Callable[[Any], None]] = {}
+        self.busy: set[bytes] = set()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(union)
+
+    def send(self, identity: bytes, message: msgspec.Struct, *frames: bytes) -> None:
+        if identity in self.busy:
+            raise PeerBusy
+        if identity not in self.peers:
+            raise PeerGone
+        self.peers[identity](self._decoder.decode(self._encoder.encode(message)))
+
+
+class StreamRecord:
+    """What a detokenizer knows of one request; complains about anything missing or sent twice."""
+
+    def __init__(self, opening: StreamOpen) -> None:
+        self.opening = opening
+        self.tokens = ints.unpack(opening.output_ids).tolist()
+        self.finish: Finish | None = opening.finish
+        self.cached_tokens = opening.cached_tokens
+        self.retractions = 0
+        self.prompt_scores: Scores | None = opening.prompt_scores
+        self.logprobs = array("f", opening.scores.logprobs if opening.scores else b"")
+
+
+class LocalDetokenizer:
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.streams: dict[str, StreamRecord] = {}
+        self.num_messages = 0
+        self.pongs: list[Pong] = []
+
+    def receive(self, message: Any) -> None:
+        self.num_messages += 1
+        if isinstance(message, StreamOpen):
+            self.streams[message.request_id] = StreamRecord(message)
+        elif isinstance(message, TokenChunks):
+            for chunk in message.chunks:
+                self._chunk(chunk)
+        elif isinstance(message, Pong):
+            self.pongs.append(message)
+
+    def _chunk(self, chunk: Any) -> None:
+        stream = self.streams[chunk.request_id]
+        assert stream.finish is None, f"{chunk.request_id}: a chunk after the last"
+        assert chunk.offset == len(stream.tokens), f"{chunk.request_id}: a gap or a repetition"
+        tokens = ints.unpack(chunk.token_ids).tolist()
+        assert tokens or chunk.finish, f"{chunk.request_id}: an empty chunk"
+        stream.tokens += tokens
+        stream.finish = chunk.finish
+        stream.cached_tokens = chunk.cached_tokens
+        stream.retractions = chunk.retractions
+        if chunk.scores is not None:
+            stream.logprobs.frombytes(chunk.scores.logprobs)
+        if chunk.prompt_scores is not None:
+            assert stream.prompt_scores is None, f"{chunk.request_id}: prompt scores twice"
+            stream.prompt_scores = chunk.prompt_scores
+
+
+class LocalTokenizer:
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.status: SystemStatus | None = None
+        self.num_statuses = 0
+        self.rejected: dict[str, RequestRejected] = {}
+        self.done: dict[int, OperationDone] = {}
+
+    def receive(self, message: Any) -> None:
+        if isinstance(message, SystemStatus):
+            self.status = message
+            self.num_statuses += 1
+        elif isinstance(message, RequestRejected):
+            self.rejected[message.request_id] = message
+        elif isinstance(message, OperationDone):
+            self.done[message.nonce] = message
+
+
+class LocalWorker:
+    """Commands wait until the test lets the worker do a step."""
+
+    def __init__(self, hello: WorkerHello) -> None:
+        self.hello = hello
+        self.key = f"{hello.worker_id}/{hello.incarnation}"
+        self.engine = FakeEngine(hello)
+        self.commands: list[StepCommand] = []
+        self.welcome: WorkerWelcome | None = None
+        self.reset: WorkerReset | None = None
+        self.drain: Drain | None = None
+        self.num_pings = 0
+
+    def receive(self, message: Any) -> None:
+        if isinstance(message, StepCommand):
+            assert len(self.commands) < self.hello.max_inflight_steps, "more steps than credits"
+            self.commands.append(message)
+        elif isinstance(message, WorkerWelcome):
+            self.welcome = message
+            self.engine.epoch = message.epoch
+        elif isinstance(message, WorkerReset):
+            self.reset = message
+        elif isinstance(message, Drain):
+            self.drain = message
+        elif isinstance(message, Ping):
+            self.num_pings += 1
+
+
+class LocalFleet:
+    EPOCH = 7
+
+    def __init__(self, *, workers: int = 1, hello: dict[str, Any] | None = None, **config: Any) -> None:
+        self.clock = ManualClock(1000.0)
+        self.tokenizer_edge = LocalEdge(ToTokenizer)
+        self.detokenizer_edge = LocalEdge(ToDetokenizer)
+        self.worker_edge = LocalEdge(ToWorker)
+        edges = Edges(self.tokenizer_edge, self.detokenizer_edge, self.worker_edge)
+        self.scheduler = Scheduler(SchedulerConfig(**config), self.EPOCH, edges, self.clock)
+        self.scheduler.checking = True
+        self.core = self.scheduler.core
+        self.hello = hello or {}
+        self.workers: dict[str, LocalWorker] = {}
+        self.prompts: dict[str, list[int]] = {}
+        self._count = 0
+        self.tokenizer = self.add_tokenizer("t/1")
+        self.detokenizer = self.add_detokenizer("d/1")
+        for index in range(workers):
+            self.add_worker(f"w{index}")
+
+    # Peers
+
+    def add_worker(self, worker_id: str, incarnation: int = 1, **changes: Any) -> LocalWorker:
+        worker = LocalWorker(worker_hello(worker_id, incarnation, **{**self.hello, **changes}))
+        self.workers[worker.key] = worker
+        self.worker_edge.peers[worker.key.encode()] = worker.receive
+        self.from_worker(worker, worker.hello)
+        return worker
+
+    def add_detokenizer(self, key: str) -> LocalDetokenizer:
+        detokenizer = LocalDetokenizer(key)
+        self.detokenizer_edge.peers[key.encode()] = detokenizer.receive
+        name, _, incarnation = key.partition("/")
+        self.from_detokenizer(detokenizer, Hello("detokenizer", name, int(incarnation), f"ipc://{name}"))
+        return detokenizer
+
+    def add_tokenizer(self, key: str) -> LocalTokenizer:
+        tokenizer = LocalTokenizer(key)
+        self.tokenizer_edge.peers[key.encode()] = tokenizer.receive
+        name, _, incarnation = key.partition("/")
+        self.from_tokenizer(Hello("tokenizer", name, int(incarnation)), tokenizer)
+        return tokenizer
+
+    def from_tokenizer(self, message: Any, tokenizer: LocalTokenizer | None = None) -> None:
+        self._post(self.scheduler.handlers.from_tokenizer, (tokenizer or self.tokenizer).key, message)
+
+    def from_detokenizer(self, detokenizer: LocalDetokenizer, message: Any) -> None:
+        self._post(self.scheduler.handlers.from_detokenizer, detokenizer.key, message)
+
+    def from_worker(self, worker: LocalWorker, message: Any) -> None:
+        self._post(self.scheduler.handlers.from_worker, worker.key, message)
+
+    def _post(self, handler: Handler, key: str, message: Any) -> None:
+        self.scheduler.receive(handler, key.encode(), message)
+
+    def heartbeats(self) -> None:
+        """Everybody says that it lives."""
+        for worker in self.workers.values():
+            if worker.key.encode() in self.worker_edge.peers:
+                self.from_worker(worker, Heartbeat(worker.hello.worker_id, worker.hello.incarnation))
+        for key in self.detokenizer_edge.peers:
+            self.scheduler.receive(self.scheduler.handlers.from_detokenizer, key, Heartbeat(key.decode(), 1))
+        for key in self.tokenizer_edge.peers:
+            self.scheduler.receive(self.scheduler.handlers.from_tokenizer, key, Heartbeat(key.decode(), 1))
+
+    def lose_worker(self, worker: LocalWorker) -> None:
+        """The process dies and its connection breaks."""
+        del self.worker_edge.peers[worker.key.encode()]
+        del self.workers[worker.key]
+        self.scheduler.disconnected(self.core.fleet.probe)
+
+    # Work
+
+    def submit(self, prompt: list[int], max_tokens: int = 8, *, rid: str = "", **fields: Any) -> str:
+        rid = rid or f"r{self._count}"
+        self._count += 1
+        sampling_names = set(SamplingParams.__struct_fields__)
+        sampling = {name: fields.pop(name) for name in list(fields) if name in sampling_names}
+        sampling = {"temperature": 0.0, **sampling}
+        tokenizer = fields.pop("tokenizer", self.tokenizer)
+        self.prompts[rid] = prompt
+        message = GenerateRequest(
+            rid, tokenizer.key, ints.pack(prompt), SamplingParams(max_tokens=max_tokens, **sampling), **fields
+        )
+        self.from_tokenizer(message, tokenizer)
+        return rid
+
+    def abort(self, *rids: str) -> None:
+        self.from_tokenizer(AbortRequest(rids))
+
+    def acknowledge(self, *rids: str) -> None:
+        self.from_tokenizer(StreamAck(rids))
+
+    def operate(self, name: Any, argument: str = "") -> OperationDone:
+        self._count += 1
+        self.from_tokenizer(Operation(self._count, name, argument))
+        self.turn()
+        return self.tokenizer.done[self._count]
+
+    def turn(self) -> None:
+        self.scheduler.turn()
+
+    def step(self, worker: LocalWorker, *, deliver: bool = True) -> Any:
+        """The worker executes its oldest command and, with `deliver`, its result arrives."""
+        result = worker.engine.execute(worker.commands.pop(0))
+        if deliver:
+            self.from_worker(worker, result)
+        return result
+
+    def run(self, limit: int = 10_000) -> None:
+        """Until no worker has anything left to do."""
+        self.turn()
+        for _ in range(limit):
+            busy = [worker for worker in self.workers.values() if worker.commands]
+            if not busy:
+                return
+            for worker in busy:
+                self.step(worker)
+            self.turn()
+        raise AssertionError("this does not end")
+
+    def request(self, rid: str) -> Request:
+        return self.core.lifecycle.requests[rid]
+
+    def stream(self, rid: str) -> StreamRecord:
+        return self.detokenizer.streams[rid]
+
+    def assert_answered(self, *rids: str) -> None:
+        """Each has exactly the tokens that its prompt leads to."""
+        for rid in rids:
+            request = self.request(rid)
+            sampling = request.sampling
+            wanted = generate(self.prompts[rid], sampling.max_tokens, sampling.stop_token_ids, sampling.min_new_tokens)
+            stream = self.stream(rid)
+            assert stream.tokens == wanted, f"{rid}: {stream.tokens} instead of {wanted}"
+            assert stream.finish is not None, f"{rid} has not ended"
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(worker.engine.prefill_tokens for worker in self.workers.values())
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """A prompt of its own for each seed."""
+    return random.Random(seed).choices(range(VOCAB), k=count)

@@ -1,0 +1,76 @@
+"""The real scheduler service and fake peers over ipc sockets; leaves their folder to the fixture."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from services.scheduler.__main__ import SchedulerService
+from shared.config import SchedulerConfig
+from tests.fakes import FakeDetokenizer, FakeFrontend, FakeWorker
+from tests.local_fleet import worker_hello
+
+
+TICK_S = 0.1
+
+
+class House:
+    """Everything of one test; `close` ends what is left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.endpoints = {name: f"ipc://{folder}/{name}" for name in ("t", "d", "w")}
+        self.service: SchedulerService | None = None
+        self._peers: list[Any] = []
+        self._ticking: asyncio.Task[None] | None = None
+
+    async def scheduler(self, **config: Any) -> SchedulerService:
+        settings = SchedulerConfig(
+            tokenizer_bind=self.endpoints["t"],
+            detokenizer_bind=self.endpoints["d"],
+            worker_bind=self.endpoints["w"],
+            **{"heartbeat_timeout": 1.5, **config},
+        )
+        self.service = SchedulerService(settings)
+        await self.service.start()
+        assert self.service.scheduler is not None
+        self.service.scheduler.checking = True
+        self._ticking = asyncio.create_task(self._tick())
+        return self.service
+
+    async def _tick(self) -> None:
+        while True:
+            assert self.service is not None
+            self.service.heartbeat()
+            await asyncio.sleep(TICK_S)
+
+    async def worker(
+        self, worker_id: str = "w0", incarnation: int = 1, step_s: float = 0.0, **hello: Any
+    ) -> FakeWorker:
+        worker = FakeWorker(self.endpoints["w"], worker_hello(worker_id, incarnation, **hello), step_s)
+        self._peers.append(worker)
+        await worker.greeted.wait()
+        return worker
+
+    async def detokenizer(self, service_id: str = "detok", incarnation: int = 1) -> FakeDetokenizer:
+        detokenizer = FakeDetokenizer(self.endpoints["d"], service_id, incarnation)
+        self._peers.append(detokenizer)
+        await detokenizer.greeted.wait()
+        return detokenizer
+
+    async def frontend(self, service_id: str = "front", incarnation: int = 1) -> FakeFrontend:
+        frontend = FakeFrontend(self.endpoints["t"], service_id, incarnation)
+        self._peers.append(frontend)
+        await frontend.greeted.wait()
+        return frontend
+
+    async def close(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticking
+        for peer in self._peers:
+            await peer.close()
+        if self.service is not None:
+            await self.service.close()
