@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from services.tokenizer.frontend import Frontend
 from services.tokenizer.load import Load
-from services.tokenizer.metrics import Measurements
+from services.tokenizer.metrics import E2E, ITL, TTFT, Measurements
 from shared.messages.control import ServiceMetrics
 from shared.messages.request import SystemStatus
 from shared.metrics import BUCKETS
@@ -35,11 +35,18 @@ SEED_COUNTERS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     ("sglang_cache_miss", "Number of KV cache misses in tokens", "cache_miss_tokens", {"type": "radix"}),
     ("sglang_decode_tokens", "Number of tokens decoded", "decode_tokens", {}),
 )
-HISTOGRAMS = (
-    ("time_to_first_token_seconds", "tokenizer"),
-    ("inter_token_latency_seconds", "tokenizer"),
-    ("e2e_request_latency_seconds", "tokenizer"),
-    ("queue_time_seconds", "scheduler"),
+HISTOGRAMS = (  # name, who measures it, its key there
+    (TTFT, "tokenizer", TTFT),
+    (ITL, "tokenizer", ITL),
+    (E2E, "tokenizer", E2E),
+    ("queue_time_seconds", "scheduler", "queue_time"),
+)
+STATES = frozenset(  # keys of SystemStatus.counters that are no totals
+    (
+        *("running_requests", "waiting_requests", "suspended_requests", "compiling_requests", "waiting_tokens"),
+        *("used_tokens", "evictable_tokens", "max_total_tokens", "token_usage", "gen_throughput"),
+        *("cache_hit_rate", "tree_nodes"),
+    )
 )
 
 
@@ -103,19 +110,21 @@ class Exposition:
         for name, text, key, labels in SEED_COUNTERS:
             yield _counter(name, text, labels, counters.get(key, 0.0))
         known = {key for *_, key in COUNTERS}
-        for key in sorted(counters.keys() - known):
+        for key in sorted(counters.keys() - known - STATES):
             yield _counter(f"radixfleet_scheduler_{key}", f"Scheduler: {key}", self._labels, counters[key])
+        for key in sorted(counters.keys() & STATES):
+            yield _gauge(f"radixfleet_scheduler_{key}", f"Scheduler: {key}", self._labels, counters[key])
 
     def _histograms(self, services: Iterable[ServiceMetrics]) -> Iterator[Metric]:
         """Sums over all processes of a kind; our own numbers are the live ones."""
         services = list(services)
         own = self._measurements.snapshots()
-        for name, kind in HISTOGRAMS:
+        for name, kind, key in HISTOGRAMS:
             parts = [own[name]] if name in own else []
             for service in services:
                 is_self = service.service_id == self._frontend.service_id
-                if service.service == kind and not is_self and name in service.histograms:
-                    parts.append(service.histograms[name])
+                if service.service == kind and not is_self and key in service.histograms:
+                    parts.append(service.histograms[key])
             total = [sum(column) for column in zip(*parts, strict=True)] or [0.0] * (len(BUCKETS) + 2)
             for prefix in ("sglang:", "radixfleet_"):
                 yield _histogram(prefix + name, self._labels, total)

@@ -111,9 +111,8 @@ class Frontend:
             raise unavailable("The scheduler is not reachable.") from None
 
     def close(self, group: Group) -> None:
-        """Forget a group; what has not ended is aborted. Called once, whatever happened."""
-        unfinished = [stream.request.request_id for stream in group.streams if not stream.done]
-        self.streams.discard(group)
+        """Forget a group; what was sent and has not ended is aborted. Harmless a second time."""
+        unfinished = [stream.request.request_id for stream in self.streams.discard(group) if not stream.done]
         if unfinished:
             self._queue(self._aborts, unfinished)
         if not len(self.streams):

@@ -17,6 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 BACKLOG = 2048
+KEEP_ALIVE_S = 75  # longer than the pools of usual clients keep idle connections
 GRACEFUL_SHUTDOWN_S = 3  # for answers that were already ended, to reach their clients
 
 
@@ -37,6 +38,7 @@ class HttpServer:
             log_config=_log_config(log_level),
             access_log=log_level in ("debug", "info"),
             timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
             root_path=root_path,
             lifespan="on",
             ws="none",

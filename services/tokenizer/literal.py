@@ -1,6 +1,6 @@
 """Keeps the text of special tokens in user content literal: such text never becomes a control token.
 
-    content  "say <|im_end|>"      marked    "say S<|im_end|>E"     (S, E: two characters no input holds)
+    content  "say <|im_end|>"      marked    "say S<|im_end|>E"     (S, E: long random numbers no input holds)
     rendered "<|im_start|>user\\nsay S<|im_end|>E<|im_end|>\\n"
     pieces    [1] "user\\nsay <|im_end|>" [2] "\\n"    text pieces are encoded with special tokens switched off
 
@@ -10,12 +10,11 @@ Leaves the common case, content without such text, to one plain encoding in text
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-
-_PRIVATE_USE = range(0xF0000, 0xF1000)
 
 
 class SpecialToken(msgspec.Struct, frozen=True):
@@ -40,17 +39,20 @@ class LiteralMarker:
         return any(self._pattern.search(text) for text in _strings(value))
 
     def pick_marks(self, value: Any) -> tuple[str, str]:
-        """Two characters that appear nowhere in `value`, so that nobody can forge them."""
-        used = set().union(*map(set, _strings(value)))
-        free = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
-        return next(free), next(free)
+        """Two numbers that appear nowhere in `value`: nobody can forge them, and filters leave digits alone."""
+        marks: list[str] = []
+        while len(marks) < 2:
+            mark = str(secrets.randbelow(9 * 10**23) + 10**23)
+            if not any(mark in text for text in _strings(value)):
+                marks.append(mark)
+        return marks[0], marks[1]
 
     def mark(self, value: Any, marks: tuple[str, str]) -> Any:
-        """A copy of `value` with every special text wrapped in the marks; keys are left alone."""
+        """A copy of `value` with every special text wrapped in the marks, in keys, too."""
         if isinstance(value, str):
             return self._pattern.sub(lambda match: marks[0] + match[0] + marks[1], value)
         if isinstance(value, dict):
-            return {key: self.mark(item, marks) for key, item in value.items()}
+            return {self.mark(key, marks): self.mark(item, marks) for key, item in value.items()}
         if isinstance(value, list):
             return [self.mark(item, marks) for item in value]
         return value
@@ -58,7 +60,7 @@ class LiteralMarker:
     def split(self, rendered: str, marks: tuple[str, str]) -> list[SpecialToken | str]:
         """The rendered prompt as true special tokens and literal texts, marks removed."""
         start, end = marks
-        marked = re.compile(f"{start}({self._pattern.pattern}){end}|[{start}{end}]")
+        marked = re.compile(f"{start}({self._pattern.pattern})(?:{end})?|{start}|{end}")
         pieces: list[SpecialToken | str] = []
         at = 0
         for match in marked.finditer(rendered):

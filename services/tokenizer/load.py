@@ -40,7 +40,7 @@ class Load(msgspec.Struct, frozen=True):
         if status is None:
             return Load()
         size = status.page_size
-        scheduler = {k: v for s in status.services if s.service == "scheduler" for k, v in s.gauges.items()}
+        counters = status.counters
         return Load(
             running=status.num_running,
             waiting=status.num_waiting,
@@ -49,8 +49,8 @@ class Load(msgspec.Struct, frozen=True):
             cached_tokens=size * sum(worker.pages_cached for worker in status.workers),
             seats=sum(worker.max_slots for worker in status.workers),
             workers=sum(worker.ready and not worker.draining for worker in status.workers),
-            throughput=scheduler.get("gen_throughput", 0.0),
-            hit_rate=scheduler.get("cache_hit_rate", 0.0),
-            suspended=scheduler.get("num_suspended", 0.0),
-            compiling=scheduler.get("num_compiling", 0.0),
+            throughput=counters.get("gen_throughput", 0.0),
+            hit_rate=counters.get("cache_hit_rate", 0.0),
+            suspended=counters.get("suspended_requests", 0.0),
+            compiling=counters.get("compiling_requests", 0.0),
         )

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tokenizers import Tokenizer
 
 DEFAULT_CONTEXT = 2048
 SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -51,13 +50,12 @@ def load(
     config = {**config, **config.get("text_config", {})}
     generation = _read(folder / "generation_config.json")
     special = _read(words / "tokenizer_config.json")
-    tokenizer = Tokenizer.from_file(str(words / "tokenizer.json"))
+    tokenizer = _read(words / "tokenizer.json")
+    added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
     texts = _special_texts(special)
     eos_ids = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
-    if texts.get("eos_token"):
-        eos_id = tokenizer.token_to_id(texts["eos_token"])
-        eos_ids |= _ids(eos_id)
-    vocab_size = int(config.get("vocab_size") or tokenizer.get_vocab_size(with_added_tokens=True))
+    eos_ids |= _ids(added.get(texts.get("eos_token", "")))
+    vocab_size = int(config.get("vocab_size") or _vocab_size(tokenizer, added))
     name = name or path
     return ModelFolder(
         path=path,
@@ -82,6 +80,13 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     return value
+
+
+def _vocab_size(tokenizer: dict[str, Any], added: dict[str, int]) -> int:
+    """One more than the largest id, where the folder does not say how wide the logits are."""
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    return max([*ids, *added.values()], default=-1) + 1
 
 
 def _ids(value: object) -> set[int]:

@@ -18,7 +18,6 @@ from services.tokenizer.http_server import HttpServer
 from services.tokenizer.metrics import Measurements
 from services.tokenizer.sampling import SeedSource
 from services.tokenizer.text import TextEngine
-from services.tokenizer.vocabulary import Vocabulary
 from shared.clock import Clock, MonotonicClock
 from shared.config import TokenizerConfig
 from shared.service import announce_ready, new_incarnation, new_service_id
@@ -112,7 +111,6 @@ class TokenizerService:
         )
         model = await loop.run_in_executor(None, load)
         text = await loop.run_in_executor(None, TextEngine, model, config.text_threads)
-        vocabulary = await loop.run_in_executor(None, Vocabulary, model.tokenizer_path)
         measurements = Measurements()
         service_id = new_service_id("tokenizer", config)
         frontend = Frontend(config.scheduler, service_id, new_incarnation(), self._clock, measurements)
@@ -121,7 +119,7 @@ class TokenizerService:
             config=config,
             model=model,
             text=text,
-            vocabulary=vocabulary,
+            vocabulary=text.vocabulary,
             frontend=frontend,
             measurements=measurements,
             exposition=Exposition(frontend, measurements, model.served_name),

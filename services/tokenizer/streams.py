@@ -42,6 +42,7 @@ class Stream:
         "names",
         "request",
         "resubmitted",
+        "waiting",
     )
 
     def __init__(self, request: GenerateRequest, group: Group, index: int, names: tuple[str, ...]) -> None:
@@ -52,6 +53,7 @@ class Stream:
         self.done = False  # the scheduler has said its last word
         self.error: ApiError | None = None
         self.resubmitted = False
+        self.waiting = False  # in the group's queue of streams with news
         self._ids: array[int] = array("i")  # all received so far: what a resumed request starts with
         self._chars = 0
         self._cached: int | None = None
@@ -149,7 +151,8 @@ class Group:
         return bool(self._ready)
 
     def wake(self, stream: Stream) -> None:
-        if stream not in self._ready:
+        if not stream.waiting:
+            stream.waiting = True
             self._ready.append(stream)
         self.nudge()
 
@@ -170,7 +173,9 @@ class Group:
     def take_ready(self) -> Iterator[Stream]:
         """Streams with news, in the order of their arrival."""
         while self._ready:
-            yield self._ready.popleft()
+            stream = self._ready.popleft()
+            stream.waiting = False
+            yield stream
 
 
 class StreamTable:
@@ -194,13 +199,14 @@ class StreamTable:
             for name in stream.names:
                 self._named.setdefault(name, []).append(stream)
 
-    def discard(self, group: Group) -> None:
-        """Forget a group that was added; harmless for one that was not."""
-        for stream in group.streams:
-            if self._streams.get(stream.request.request_id) is stream:
-                del self._streams[stream.request.request_id]
-                for name in stream.names:
-                    self._named.pop(name, None)
+    def discard(self, group: Group) -> list[Stream]:
+        """Forget a group; returns the streams that were here, none where it was never added."""
+        gone = [s for s in group.streams if self._streams.get(s.request.request_id) is s]
+        for stream in gone:
+            del self._streams[stream.request.request_id]
+            for name in stream.names:
+                self._named.pop(name, None)
+        return gone
 
     def get(self, request_id: str) -> Stream | None:
         return self._streams.get(request_id)

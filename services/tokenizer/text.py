@@ -7,6 +7,7 @@ Leaves templates to chat_template, special texts in content to literal and limit
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 from array import array
@@ -21,6 +22,7 @@ from services.tokenizer.chat_template import ChatTemplate, TemplateFailure, with
 from services.tokenizer.errors import invalid, too_long, unavailable
 from services.tokenizer.literal import LiteralMarker, SpecialToken
 from services.tokenizer.model_folder import ModelFolder
+from services.tokenizer.vocabulary import Vocabulary
 
 R = TypeVar("R")
 
@@ -43,6 +45,7 @@ class TextEngine:
         self._marker = LiteralMarker(specials)
         self._longest = max((len(t.encode()) for t in self._tokenizer.get_vocab()), default=1)
         tokens = {**model.special_texts, "bos_token": model.bos_token, "eos_token": model.eos_token}
+        self.vocabulary = Vocabulary(self._tokenizer, json.loads(source).get("decoder"))
         self._template = ChatTemplate(model.chat_template, tokens) if model.chat_template else None
         self._pool = ThreadPoolExecutor(threads or min(MAX_THREADS, os.cpu_count() or 1), "text")
 

@@ -7,10 +7,8 @@ whose tokens are taken as text. The byte-level table is the one published with G
 
 from __future__ import annotations
 
-import json
 import re
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -30,11 +28,11 @@ def _byte_level_table() -> dict[str, int]:
 class Vocabulary:
     """Bytes of ids. Unknown ids stand for nothing."""
 
-    def __init__(self, tokenizer_path: str) -> None:
-        file = Path(tokenizer_path, "tokenizer.json")
-        self._tokenizer = Tokenizer.from_file(str(file))
-        self._added = {i: t.content for i, t in self._tokenizer.get_added_tokens_decoder().items()}
-        self._kind = _kind(json.loads(file.read_text(encoding="utf-8")).get("decoder"))
+    def __init__(self, tokenizer: Tokenizer, decoder: dict[str, Any] | None) -> None:
+        """`decoder` is that part of tokenizer.json."""
+        self._tokenizer = tokenizer
+        self._added = {i: t.content for i, t in tokenizer.get_added_tokens_decoder().items()}
+        self._kind = _kind(decoder)
         self._table = _byte_level_table()
         self.token_bytes = lru_cache(maxsize=1 << 16)(self._token_bytes)
 
