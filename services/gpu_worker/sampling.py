@@ -17,7 +17,7 @@ from services.gpu_worker.logit_edits import RowEdit, allows_more_than_stops, app
 from services.gpu_worker.outcome import Outcome
 from services.gpu_worker.rows import StepRows
 from services.gpu_worker.sampler import Sampler
-from services.gpu_worker.scoring import score, score_each
+from services.gpu_worker.scoring import score_each
 from services.gpu_worker.slots import Slots, column
 from shared.messages.step import StepCommand
 
@@ -116,14 +116,10 @@ def _score(
     scored = np.flatnonzero(slots.scored[who] & fit)
     if not len(scored):
         return
-    specs = {row: slots.spec_of(int(who[row])) for row in scored.tolist()}
-    if all(spec.is_plain for spec in specs.values()):
-        part = raw if len(scored) == len(who) else raw[torch.from_numpy(scored).to(raw.device)]
-        for row, scores in zip(scored.tolist(), score_each(part, tokens[scored]), strict=True):
-            outcome.add_scores(int(rows.outputs[row]), scores)
-        return
-    for row, spec in specs.items():
-        outcome.add_scores(int(rows.outputs[row]), score(raw[row : row + 1], tokens[row : row + 1], spec))
+    part = raw if len(scored) == len(who) else raw[torch.from_numpy(scored).to(raw.device)]
+    specs = [slots.spec_of(int(slot)) for slot in who[scored]]
+    for row, scores in zip(scored.tolist(), score_each(part, tokens[scored], specs), strict=True):
+        outcome.add_scores(int(rows.outputs[row]), scores)
 
 
 def _settle(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:

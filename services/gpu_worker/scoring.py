@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.gpu_worker.selection import descending, gather_candidates, kth_largest
+from services.gpu_worker.selection import descending, gather_candidates, top_threshold
 from shared.messages.stream import Scores
 
 Ints = NDArray[np.int64]
@@ -24,10 +25,6 @@ class ScoreSpec:
     top: int  # how many of the likeliest tokens
     wanted: Ints  # ids reported at every position
 
-    @property
-    def is_plain(self) -> bool:
-        return self.top <= 0 and not len(self.wanted)
-
 
 def score(logits: torch.Tensor, targets: Ints, spec: ScoreSpec) -> Scores:
     """Scores of `targets` [n] under raw logits float32 [n, vocab]."""
@@ -38,10 +35,24 @@ def score(logits: torch.Tensor, targets: Ints, spec: ScoreSpec) -> Scores:
     return join(parts)
 
 
-def score_each(logits: torch.Tensor, targets: Ints) -> list[Scores]:
-    """One Scores of the target alone for each row: the common case of `logprobs: 0`, in one go."""
-    column = _chosen(logits, targets).tolist()
-    return [Scores(count=1, logprobs=np.float32(value).tobytes()) for value in column]
+def score_each(logits: torch.Tensor, targets: Ints, specs: Sequence[ScoreSpec]) -> list[Scores]:
+    """One Scores for each row of logits float32 [n, vocab], each by its own spec."""
+    norms = torch.logsumexp(logits, dim=1)
+    chosen = _chosen(logits, targets, norms).astype("<f4")
+    top_ids, top_values = _top(logits, min(max(spec.top for spec in specs), logits.shape[1]))
+    norms_host = norms.cpu().numpy()
+    top_ids = top_ids.astype("<i4")
+    top_logprobs = (top_values - norms_host[:, None]).astype("<f4")
+    return [
+        Scores(
+            count=1,
+            logprobs=chosen[row].tobytes(),
+            top_ids=top_ids[row, : spec.top].tobytes(),
+            top_logprobs=top_logprobs[row, : spec.top].tobytes(),
+            wanted=_wanted(logits[row : row + 1], spec, norms_host[row : row + 1]),
+        )
+        for row, spec in enumerate(specs)
+    ]
 
 
 def unscored(spec: ScoreSpec) -> Scores:
@@ -71,21 +82,26 @@ def join(parts: list[Scores]) -> Scores:
 def _score_part(logits: torch.Tensor, targets: Ints, spec: ScoreSpec) -> Scores:
     norms = torch.logsumexp(logits, dim=1)
     top_ids, top_values = _top(logits, min(spec.top, logits.shape[1]))
-    norms_host = norms.cpu().numpy()[:, None]
-    wanted = logits[:, torch.from_numpy(spec.wanted).to(logits.device)].cpu().numpy() - norms_host
+    norms_host = norms.cpu().numpy()
     return Scores(
         count=len(targets),
         logprobs=_chosen(logits, targets, norms).astype("<f4").tobytes(),
         top_ids=top_ids.astype("<i4").tobytes(),
-        top_logprobs=(top_values - norms_host).astype("<f4").tobytes(),
-        wanted=wanted.astype("<f4").tobytes(),
+        top_logprobs=(top_values - norms_host[:, None]).astype("<f4").tobytes(),
+        wanted=_wanted(logits, spec, norms_host),
     )
 
 
-def _chosen(logits: torch.Tensor, targets: Ints, norms: torch.Tensor | None = None) -> Floats32:
-    norms = torch.logsumexp(logits, dim=1) if norms is None else norms
+def _chosen(logits: torch.Tensor, targets: Ints, norms: torch.Tensor) -> Floats32:
     where = torch.from_numpy(targets).to(logits.device).unsqueeze(1)
     return (logits.gather(1, where).squeeze(1) - norms).cpu().numpy()
+
+
+def _wanted(logits: torch.Tensor, spec: ScoreSpec, norms: Floats32) -> bytes:
+    if not len(spec.wanted):
+        return b""
+    values = logits[:, torch.from_numpy(spec.wanted).to(logits.device)].cpu().numpy()
+    return (values - norms[:, None]).astype("<f4").tobytes()
 
 
 def _top(logits: torch.Tensor, k: int) -> tuple[Ints, Floats32]:
@@ -93,7 +109,7 @@ def _top(logits: torch.Tensor, k: int) -> tuple[Ints, Floats32]:
     if k <= 0:
         return np.zeros((len(logits), 0), dtype=np.int64), np.zeros((len(logits), 0), dtype=np.float32)
     contiguous = logits.contiguous()
-    candidates = gather_candidates(contiguous, kth_largest(contiguous, k))
+    candidates = gather_candidates(contiguous, top_threshold(contiguous, k), padding=float("-inf"))
     order = descending(candidates.values)[:, :k]
     return np.take_along_axis(candidates.ids, order, axis=1), np.take_along_axis(candidates.values, order, axis=1)
 

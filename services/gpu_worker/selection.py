@@ -6,8 +6,9 @@ the whole vocabulary run on the device; the few candidates of a row are sorted o
 A threshold t per row is found such that {e >= t} surely holds all survivors. It comes from block maxima: at least k
 elements are >= the k-th largest block maximum. Where the nucleus turns out not to fit, t is lowered for that row.
 
-Survivors are the first elements in the order (weight descending, id ascending), so a tie is cut the same way in
-every batch, and the pick walks them in vocabulary order.
+Survivors are the first elements in the order (weight descending, id ascending): all above some weight and, of those
+equal to it, the lowest ids. So only values are sorted, a tie is cut the same way in every batch, and the pick walks
+the survivors in vocabulary order.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Filters:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Padded rows [n, width] in vocabulary order; padding has value -inf."""
+    """Padded rows [n, width] in vocabulary order."""
 
     ids: Ints
     values: NDArray[np.float32]
@@ -65,21 +66,28 @@ def pick_filtered(weights: torch.Tensor, totals: Floats, filters: Filters, unifo
     n = weights.shape[0]
     tokens = np.zeros(n, dtype=np.int64)
     todo = np.arange(n)
-    for threshold_of in (_first_threshold, _lower_threshold, _no_threshold):
-        part = weights if len(todo) == n else weights[torch.from_numpy(todo).to(weights.device)]
-        chosen = filters.take(todo)
+    for threshold_of in (_first_threshold, _lower_threshold):
+        part, chosen = _rows_of(weights, todo), filters.take(todo)
         threshold = threshold_of(part, chosen)
-        candidates = gather_candidates(part, threshold)
-        enough = _is_enough(candidates, threshold, totals[todo], chosen)
+        candidates = gather_candidates(part, threshold, padding=0.0)
+        enough = _is_enough(candidates.values, threshold, totals[todo], chosen)
         tokens[todo[enough]] = _pick_among(candidates, totals[todo], chosen, uniforms[todo])[enough]
         todo = todo[~enough]
         if not len(todo):
-            break
+            return tokens
+    for row in todo:  # one at a time: this many elements are quicker alone in the cache
+        one = np.array([row])
+        whole = Candidates(np.arange(weights.shape[1])[None], _rows_of(weights, one).cpu().numpy())
+        tokens[one] = _pick_among(whole, totals[one], filters.take(one), uniforms[one])
     return tokens
 
 
-def gather_candidates(values: torch.Tensor, threshold: NDArray[np.float32]) -> Candidates:
-    """All elements of values [n, V] that are >= their row's threshold."""
+def _rows_of(weights: torch.Tensor, rows: Ints) -> torch.Tensor:
+    return weights if len(rows) == weights.shape[0] else weights[torch.from_numpy(rows).to(weights.device)]
+
+
+def gather_candidates(values: torch.Tensor, threshold: NDArray[np.float32], padding: float) -> Candidates:
+    """All elements of values [n, V] that are >= their row's threshold; shorter rows end in `padding`."""
     n, width = values.shape
     hits = values >= torch.from_numpy(threshold).to(values.device).unsqueeze(1)
     if values.device.type == "cpu":
@@ -94,10 +102,17 @@ def gather_candidates(values: torch.Tensor, threshold: NDArray[np.float32]) -> C
     columns = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
     shape = (n, int(counts.max(initial=1)))
     ids = np.zeros(shape, dtype=np.int64)
-    dense = np.full(shape, -np.inf, dtype=np.float32)
+    dense = np.full(shape, padding, dtype=np.float32)
     ids[rows, columns] = flat - rows * width
     dense[rows, columns] = found
     return Candidates(ids, dense)
+
+
+def top_threshold(values: torch.Tensor, k: int) -> NDArray[np.float32]:
+    """For each row of values [n, V] a bound that at least k elements reach, and not many more."""
+    if k > values.shape[1] // BLOCK:
+        return kth_largest(values, k)
+    return np.ascontiguousarray(_block_peaks(values)[:, -k])
 
 
 def kth_largest(values: torch.Tensor, k: int) -> NDArray[np.float32]:
@@ -113,10 +128,17 @@ def descending(values: NDArray[np.float32]) -> Ints:
     return np.argsort(-values, axis=1, kind="stable")
 
 
-def _first_threshold(weights: torch.Tensor, filters: Filters) -> NDArray[np.float32]:
-    n, width = weights.shape
+def _block_peaks(values: torch.Tensor) -> NDArray[np.float32]:
+    # Ascending [n, V // BLOCK]; what is beyond the last whole block only ever adds elements.
+    n, width = values.shape
     blocks = width // BLOCK
-    peaks = np.sort(weights.view(n, blocks, BLOCK).amax(2).cpu().numpy(), axis=1)
+    peaks = values[:, : blocks * BLOCK].unflatten(1, (blocks, BLOCK)).amax(2)
+    return np.sort(peaks.cpu().numpy(), axis=1)
+
+
+def _first_threshold(weights: torch.Tensor, filters: Filters) -> NDArray[np.float32]:
+    peaks = _block_peaks(weights)
+    n, blocks = peaks.shape
     wanted = np.where(filters.top_k > 0, filters.top_k, np.where(filters.top_p < 1.0, FIRST_CANDIDATES, blocks))
     threshold = peaks[np.arange(n), np.maximum(blocks - wanted, 0)]
     return _floor(threshold, filters)
@@ -124,13 +146,7 @@ def _first_threshold(weights: torch.Tensor, filters: Filters) -> NDArray[np.floa
 
 def _lower_threshold(weights: torch.Tensor, filters: Filters) -> NDArray[np.float32]:
     wanted = int(max(MORE_CANDIDATES, filters.top_k.max(initial=0)))
-    if wanted >= weights.shape[1]:
-        return _no_threshold(weights, filters)
-    return _floor(kth_largest(weights, wanted), filters)
-
-
-def _no_threshold(weights: torch.Tensor, filters: Filters) -> NDArray[np.float32]:
-    return np.full(weights.shape[0], SMALLEST, dtype=np.float32)
+    return _floor(kth_largest(weights, min(wanted, weights.shape[1])), filters)
 
 
 def _floor(threshold: NDArray[np.float32], filters: Filters) -> NDArray[np.float32]:
@@ -146,36 +162,44 @@ def _lowest_needed(filters: Filters) -> NDArray[np.float32]:
 
 
 def _is_enough(
-    candidates: Candidates, threshold: NDArray[np.float32], totals: Floats, filters: Filters
+    values: NDArray[np.float32], threshold: NDArray[np.float32], totals: Floats, filters: Filters
 ) -> NDArray[np.bool_]:
-    held = candidates.values > 0
-    mass = np.where(held, candidates.values, 0.0).sum(axis=1, dtype=np.float64)
-    by_rank = held.sum(axis=1) >= np.where(filters.top_k > 0, filters.top_k, np.iinfo(np.int64).max)
-    by_mass = (filters.top_k <= 0) & (filters.top_p < 1.0) & (mass >= filters.top_p * totals)
+    by_rank = (filters.top_k > 0) & ((values > 0).sum(axis=1) >= filters.top_k)
+    by_mass = (filters.top_k <= 0) & (filters.top_p < 1.0)
+    by_mass &= values.sum(axis=1, dtype=np.float64) >= filters.top_p * totals
     by_floor = threshold <= _lowest_needed(filters)
     return by_rank | by_mass | by_floor
 
 
 def _pick_among(candidates: Candidates, totals: Floats, filters: Filters, uniforms: Floats) -> Ints:
-    order = descending(candidates.values)
-    ranked = np.take_along_axis(candidates.values, order, axis=1)
-    weight = np.where(ranked > 0, ranked, 0.0).astype(np.float64)
-    rank = np.arange(ranked.shape[1])
-    in_top_k = (filters.top_k[:, None] <= 0) | (rank < filters.top_k[:, None])
-    weight = np.where(in_top_k, weight, 0.0)
-    running = np.cumsum(weight, axis=1)
-    base = np.where(filters.top_k > 0, running[:, -1], totals)
-    in_nucleus = running - weight < (filters.top_p * base)[:, None]
-    # The best candidate survives whatever the numbers say.
-    keep = (in_top_k & in_nucleus & (ranked >= filters.min_p[:, None])) | (rank == 0)
-    kept = np.zeros_like(weight)
-    np.put_along_axis(kept, order, np.where(keep, weight, 0.0), axis=1)
-    below = np.cumsum(kept, axis=1)
+    values = candidates.values
+    kept = np.where(_survivors(values, totals, filters), values, np.float32(0.0))
+    below = np.cumsum(kept, axis=1, dtype=np.float64)
     column = _first_above(below, kept, uniforms * below[:, -1])
     return np.take_along_axis(candidates.ids, column[:, None], axis=1)[:, 0]
 
 
-def _first_above(below: Floats, parts: Floats, target: Floats) -> Ints:
+def _survivors(values: NDArray[np.float32], totals: Floats, filters: Filters) -> NDArray[np.bool_]:
+    ranked = np.sort(values, axis=1)[:, ::-1]
+    width = values.shape[1]
+    at = np.arange(len(values))
+    running = np.cumsum(ranked, axis=1, dtype=np.float64)
+    top_k = np.where(filters.top_k > 0, np.minimum(filters.top_k, width), width)
+    base = np.where(filters.top_k > 0, running[at, top_k - 1], totals)
+    in_nucleus = ((running - ranked) < (filters.top_p * base)[:, None]).sum(axis=1)
+    over_floor = (ranked >= filters.min_p[:, None]).sum(axis=1)
+    # The best candidate survives whatever the numbers say.
+    count = np.maximum(np.minimum(np.minimum(top_k, in_nucleus), over_floor), 1)
+    last = ranked[at, count - 1][:, None]
+    equal_kept = count - (ranked > last).sum(axis=1)
+    equal = values == last
+    if (equal.sum(axis=1) != equal_kept).any():
+        equal &= np.cumsum(equal, axis=1) <= equal_kept[:, None]
+    survivors: NDArray[np.bool_] = (values > last) | equal
+    return survivors
+
+
+def _first_above(below: Floats, parts: NDArray, target: Floats) -> Ints:
     """First column whose running sum exceeds the target; rounding never runs past the last positive part."""
     column = (below <= target[:, None]).sum(axis=1)
     last = parts.shape[1] - 1 - np.argmax(parts[:, ::-1] > 0, axis=1)
