@@ -29,7 +29,10 @@ log = structlog.get_logger(__name__)
 PARENT_FD = "RADIXFLEET_PARENT_FD"
 RUN_DIR = "RADIXFLEET_RUN_DIR"
 READY_FD = "RADIXFLEET_READY_FD"
+ALIVE_FD = "RADIXFLEET_ALIVE_FD"
 ORPHAN_GRACE_S = 3.0
+
+_orphaned = threading.Event()
 
 
 class Service(Protocol):
@@ -80,6 +83,8 @@ def run(name: str, config: ServiceConfig, make: Callable[[], Service]) -> int:
         return uvloop.run(_live(name, config, make))
     except KeyboardInterrupt:
         return 130
+    finally:
+        _clear_run_dir()
 
 
 async def _live(name: str, config: ServiceConfig, make: Callable[[], Service]) -> int:
@@ -89,6 +94,7 @@ async def _live(name: str, config: ServiceConfig, make: Callable[[], Service]) -
     def on_signal() -> None:
         if stop.is_set():
             log.warning("second signal: ending at once")
+            _clear_run_dir()
             os._exit(1)
         stop.set()
 
@@ -121,9 +127,22 @@ async def _live(name: str, config: ServiceConfig, make: Callable[[], Service]) -
 
 
 async def _heartbeats(service: Service, interval: float) -> None:
+    alive = _alive_fd()
     while True:
         service.heartbeat()
+        if alive is not None:
+            with contextlib.suppress(OSError):  # full or broken: the launcher does not read, or is gone
+                os.write(alive, b"a")
         await asyncio.sleep(interval)
+
+
+def _alive_fd() -> int | None:
+    """Where the launcher hears that the event loop still turns; one that is silent for long is replaced."""
+    raw = os.environ.get(ALIVE_FD)
+    if raw is None:
+        return None
+    os.set_blocking(int(raw), False)
+    return int(raw)
 
 
 def _watch_parent() -> None:
@@ -134,11 +153,17 @@ def _watch_parent() -> None:
     def wait_for_end_of_file() -> None:
         while os.read(int(raw), 1):
             pass
+        _orphaned.set()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(ORPHAN_GRACE_S)  # the grace the event loop has to end by itself; this thread only waits
-        run_dir = os.environ.get(RUN_DIR)
-        if run_dir:
-            shutil.rmtree(run_dir, ignore_errors=True)
+        _clear_run_dir()
         os._exit(1)
 
     threading.Thread(target=wait_for_end_of_file, name="parent-watch", daemon=True).start()
+
+
+def _clear_run_dir() -> None:
+    """What a launcher would have removed, had it lived."""
+    run_dir = os.environ.get(RUN_DIR)
+    if run_dir and _orphaned.is_set():
+        shutil.rmtree(run_dir, ignore_errors=True)

@@ -7,10 +7,11 @@ import sys
 
 from radixfleet.models.errors import ModelError
 from radixfleet.models.store import resolve
+from radixfleet.orphan import die_with_parent
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="radixfleet models", description=__doc__)
+    parser = argparse.ArgumentParser(prog="radixfleet models", description="Make a model available, print its folder.")
     parser.add_argument("model", nargs="?", help="a folder, a GGUF file or a hub name; nothing: the small model")
     parser.add_argument("--revision", help="branch, tag or commit of a hub model")
     options = parser.parse_args(argv)
@@ -19,8 +20,11 @@ def main(argv: list[str] | None = None) -> int:
     except ModelError as error:
         sys.stderr.write(f"radixfleet: error: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
 if __name__ == "__main__":
+    die_with_parent()
     sys.exit(main())

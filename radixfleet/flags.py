@@ -1,0 +1,167 @@
+"""Every flag of `radixfleet serve` as data: what it means and which RADIXFLEET_* variable it becomes.
+
+Names and defaults are those operators of such servers know. Leaves values to the services, which check them again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+PREFIX = "RADIXFLEET_"
+Kind = Literal["text", "int", "float", "switch"]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag. `setting` is a field of a service's configuration; without one the launcher itself uses the flag."""
+
+    names: tuple[str, ...]
+    help: str
+    setting: str = ""
+    kind: Kind = "text"
+    choices: tuple[str, ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()  # other words for a value
+    sets: str = "true"  # what a switch sets
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def dest(self) -> str:
+        return self.names[0].removeprefix("--").replace("-", "_")
+
+
+def _launcher(*names: str, help: str, kind: Kind = "text", least: float | None = None) -> Flag:
+    return Flag(names, help, kind=kind, least=least)
+
+
+def _text(name: str, help: str, choices: tuple[str, ...] = (), **aliases: str) -> Flag:
+    return Flag((name,), help, _field(name), choices=choices, aliases=tuple(aliases.items()))
+
+
+def _int(name: str, help: str, setting: str = "", least: float | None = 0) -> Flag:
+    return Flag((name,), help, setting or _field(name), kind="int", least=least)
+
+
+def _float(name: str, help: str, setting: str = "", most: float | None = None) -> Flag:
+    return Flag((name,), help, setting or _field(name), kind="float", least=0, most=most)
+
+
+def _switch(*names: str, help: str, setting: str = "", sets: str = "true") -> Flag:
+    return Flag(names, help, setting or _field(names[0]), kind="switch", sets=sets)
+
+
+def _field(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
+
+
+GROUPS: dict[str, tuple[Flag, ...]] = {
+    "model": (
+        _launcher("--model-path", "--model", help="a folder, a GGUF file or a hub name [the small model]"),
+        _launcher("--revision", help="branch, tag or commit of a hub model"),
+        _text("--tokenizer-path", "folder with tokenizer.json [the model's]"),
+        _text("--served-model-name", "name of the model in the API [the model path]"),
+        _text("--chat-template", "jinja file that replaces the model's template"),
+        _text("--load-format", "where weights come from [auto]", ("auto", "safetensors", "dummy"), gguf="auto"),
+        _text(
+            "--dtype",
+            "of weights and KV [auto]",
+            ("auto", "bfloat16", "float16", "float32"),
+            half="float16",
+            float="float32",
+        ),
+        _text("--model-impl", "own decoder or transformers' [auto]", ("auto", "own", "transformers")),
+        _int("--context-length", "longest prompt plus answer in tokens [the model's]"),
+        _text("--sampling-defaults", "defaults of the model folder or OpenAI's [model]", ("model", "openai")),
+    ),
+    "HTTP": (
+        _launcher("--host", help="address to listen on [127.0.0.1]"),
+        _launcher("--port", help="port to listen on, 0 for any free one [30000]", kind="int", least=0),
+        _text("--fastapi-root-path", "path prefix that a proxy in front removes"),
+        _switch("--stream-output", help="/generate streams deltas instead of all text so far"),
+        _switch("--strict-length", help="refuse prompt + max_tokens beyond the context instead of clipping"),
+        _int("--max-concurrent-requests", "HTTP requests at once [2048]", least=1),
+        _int("--max-batch-size", "prompts times n of one HTTP request [512]", least=1),
+        _int("--max-body-bytes", "largest request body [16 MiB]", least=1),
+        _int("--max-logprobs", "most top logprobs per token [128]", least=1),
+        _float("--keep-alive-interval", "seconds between comments on a silent stream [15]"),
+        _float("--client-stall-timeout", "seconds after which a client that reads nothing is cut off [60]"),
+        _int("--text-threads", "threads for tokenising and templates [cores, at most 4]"),
+    ),
+    "scheduling and memory": (
+        _launcher("--workers", "--dp-size", "--data-parallel-size", help="worker processes [1]", kind="int", least=1),
+        _text("--device", "where workers compute [auto]", ("auto", "cpu", "cuda")),
+        _float("--mem-fraction-static", "part of the memory for weights and KV [0.6]", most=1),
+        _int("--max-total-tokens", "KV pool of a worker in tokens [from free memory]"),
+        _int("--max-running-requests", "requests in one batch of a worker [256]"),
+        _int("--max-queued-requests", "requests that may wait; more are refused [4096]", least=1),
+        _int("--max-queued-tokens", "prompt tokens that may wait [16 Mi]", least=1),
+        _int("--chunked-prefill-size", "prompt tokens of one step; -1: no chunks [the worker's limit]", least=-1),
+        _int("--max-prefill-tokens", "all tokens of one step [512 on CPU, 8192 on CUDA]", "max_batched_tokens"),
+        _text("--schedule-policy", "order of waiting requests [fcfs]", ("fcfs", "lpm")),
+        _float("--ageing-seconds", "under lpm a request that waits this long goes first [5]"),
+        _int("--page-size", "KV tokens per page; hits are token-granular anyway [16]", least=1),
+        _switch("--disable-radix-cache", help="share no prefixes between requests"),
+        _switch("--disable-overlap-schedule", help="one step at a time", setting="max_inflight_steps", sets="1"),
+        _int("--max-inflight-steps", "steps dispatched ahead of their results [2]", least=1),
+        _text("--attention-backend", "kernels of the worker [auto]", ("auto", "native", "reference")),
+        _int("--threads", "threads of a worker on CPU [physical cores shared by the workers]"),
+        _switch("--enable-deterministic-inference", "--deterministic", help="sums do not depend on the batch",
+                setting="deterministic"),
+        _int("--random-seed", "seed of the seeds that requests do not give [drawn]"),
+        _float("--watchdog-timeout", "seconds one step may take [300]", "step_timeout"),
+        _float("--worker-grace", "seconds requests wait while no worker is left [30]"),
+    ),
+    "logs and metrics": (
+        _text("--log-level", "of all services [info]", ("debug", "info", "warning", "error", "critical")),
+        _text("--log-level-http", "of the access log [warning]"),
+        _text("--log-format", "console at a terminal, else json [auto]", ("auto", "console", "json")),
+        _switch("--log-requests", help="one line per request"),
+        _int("--decode-log-interval", "steps between two Decode batch lines [40]", least=1),
+        _switch("--enable-metrics", help="accepted; /metrics is always on"),
+        _switch("--enable-cache-report", help="accepted; cached_tokens are always reported"),
+    ),
+    "life": (
+        _launcher("--skip-server-warmup", help="no request of our own before the ready line", kind="switch"),
+        _float("--drain-timeout", "seconds running requests get after SIGTERM [30]"),
+        _launcher("--frozen-timeout", help="seconds of silence after which a service is restarted, 0: never [10]",
+                  kind="float", least=0),
+        _launcher("--run-dir", help="folder in which a private one for the sockets is made [the runtime folder]"),
+        _launcher("--worker-bind", help="tcp endpoint where workers on other hosts may join [none]"),
+    ),
+}  # fmt: skip
+
+# Flags of other servers that ask for what is the case here anyway; another value is refused.
+ALWAYS: dict[str, tuple[str, ...]] = {
+    "--tokenizer-mode": ("auto",),
+    "--kv-cache-dtype": ("auto",),
+    "--radix-eviction-policy": ("lru",),
+    "--grammar-backend": ("auto", "llguidance"),
+    "--tp-size": ("1",),
+    "--tensor-parallel-size": ("1",),
+    "--pp-size": ("1",),
+    "--nnodes": ("1",),
+    "--node-rank": ("0",),
+    "--num-continuous-decode-steps": ("1",),
+    "--stream-interval": ("1",),
+    "--schedule-conservativeness": (),  # nothing is reserved ahead, so there is nothing to tune
+}
+ALWAYS_SWITCHES = frozenset({"--enable-mixed-chunk", "--sleep-on-idle", "--trust-remote-code"})
+
+REFUSED: dict[str, str] = {
+    "--api-key": "requests are not authenticated yet; put a proxy in front",
+    "--admin-api-key": "requests are not authenticated yet; put a proxy in front",
+    "--skip-tokenizer-init": "the HTTP service always has its tokenizer; send input_ids to skip tokenising",
+    "--is-embedding": "embedding models are not supported",
+    "--quantization": "weights are computed in the --dtype; GGUF files are dequantised",
+    "--allow-auto-truncate": "prompts are never cut in silence",
+    "--enable-lora": "LoRA adapters are not supported",
+    "--lora-paths": "LoRA adapters are not supported",
+    "--speculative-algorithm": "speculative decoding is not supported",
+    "--completion-template": "completions are sent as they are",
+    "--warmups": "there is one warm-up request; --skip-server-warmup leaves it out",
+}
+
+
+def all_flags() -> tuple[Flag, ...]:
+    return tuple(flag for group in GROUPS.values() for flag in group)
