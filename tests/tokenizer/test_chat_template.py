@@ -30,7 +30,8 @@ CALLS = [
 ]
 TEMPLATES = {
     "tools": (
-        "{%- if tools %}{{ '<|im_start|>system\\n' }}{%- for tool in tools %}{{ tool | tojson }}{{ tool|tojson(indent=2) }}"
+        "{%- if tools %}{{ '<|im_start|>system\\n' }}{%- for tool in tools %}{{ tool | tojson }}"
+        "{{ tool|tojson(indent=2) }}"
         "{%- endfor %}{{ '<|im_end|>\\n' }}{%- endif %}"
         "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
         "{%- for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments | tojson }}{%- endfor %}<|im_end|>\n"
