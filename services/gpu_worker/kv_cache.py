@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Callable
 
 import torch
@@ -25,7 +28,7 @@ class KVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_pages, 2, kv_heads, page_size, head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.layers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
         self.page_copier: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # a backend's faster copy_pages
 
     @staticmethod
@@ -38,3 +41,14 @@ class KVCache:
             return self.page_copier(sources, targets)
         for layer in self.layers:
             layer[targets] = layer[sources]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros would write, and so occupy, gigabytes that most runs never use; fresh pages of the system are zero.
+    size = max(1, math.prod(shape)) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without huge pages only loses some speed
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
