@@ -17,6 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 BACKLOG = 2048
+_TCP = (socket.AF_INET, socket.AF_INET6)
 KEEP_ALIVE_S = 75  # longer than the pools of usual clients keep idle connections
 GRACEFUL_SHUTDOWN_S = 3  # for answers that were already ended, to reach their clients
 
@@ -49,6 +50,8 @@ class HttpServer:
 
     @property
     def url(self) -> str:
+        if self._listener.family not in _TCP:
+            return f"unix:{self._listener.getsockname()}"
         host, port = self._listener.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -89,7 +92,7 @@ def listen(host: str, port: int, inherited_fd: int, stall_timeout: float) -> soc
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     listener.setblocking(False)
-    if sys.platform == "linux":
+    if sys.platform == "linux" and listener.family in _TCP:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_timeout * 1000))
     return listener
 

@@ -67,6 +67,7 @@ class FakeBackend:
         self.cached_tokens = 0
         self._frontends: set[bytes] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._sent: dict[str, int] = {}
         self._arrived = asyncio.Condition()
         self._beat: asyncio.Task[None] | None = None
 
@@ -217,7 +218,8 @@ class FakeBackend:
         task.cancel()
         request = next(r for r in reversed(self.requests) if r.request_id == request_id)
         finish = Finish(FinishReason.ABORT, message="aborted")
-        self.say(request, TextChunk(request_id, self._sent.get(request_id, 0), b"", finish=finish))
+        sent = self._sent.get(request_id, 0)
+        self.say(request, TextChunk(request_id, sent, b"", finish=finish, num_output_tokens=sent))
 
     # Text
 
@@ -228,8 +230,6 @@ class FakeBackend:
         script.cached_tokens = self.cached_tokens
         return script
 
-    _sent: dict[str, int]
-
     def say(self, request: GenerateRequest, *chunks: TextChunk, epoch: int | None = None) -> None:
         """Send text chunks to the frontend of `request`."""
         with contextlib.suppress(PeerGone, PeerBusy):
@@ -237,7 +237,6 @@ class FakeBackend:
             self.detok.send(request.frontend_id.encode(), TextChunks(chunks, epoch))
 
     async def _produce(self, request: GenerateRequest, script: Script) -> None:
-        self._sent = getattr(self, "_sent", {})
         known = list(ints.unpack(request.output_ids))
         if script.gate is not None:
             await script.gate.wait()
