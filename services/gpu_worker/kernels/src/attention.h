@@ -3,6 +3,7 @@
 #pragma once
 
 #include "softmax.h"
+#include "state.h"
 
 namespace radixfleet {
 namespace {
@@ -28,7 +29,7 @@ struct Attention {
       : batch(b),
         call(c),
         head_dim(b.head_dim),
-        width(padded(b.head_dim, 16)),
+        width(Engine::width(b.head_dim)),
         group(b.q_heads / b.kv_heads),
         key_words(Engine::key_words(b.head_dim)),
         page_elements((int64_t)b.page_size * b.head_dim),
@@ -40,7 +41,7 @@ struct Attention {
     };
     queries = (Word*)carve((size_t)kMaxItemTiles * key_words * kLanes * 4);
     states = (float*)carve(kMaxItemTiles * state_floats * 4);
-    scores = (float*)carve(kBlock * kLanes * 4);
+    scores = (float*)carve(2 * kBlock * kLanes * 4);
     block = (float*)carve(state_floats * 4);
     keys = (Word*)carve((size_t)kBlock * key_words * 4);
     values = (Word*)carve((size_t)kBlock * width * 4);
@@ -60,7 +61,7 @@ struct Attention {
 
   // Queries of one tile, transposed: [word of d][16 lanes].
   void pack_queries(const Item& item, int lane, int live, Word* dst) {
-    memset(staging, 0, (size_t)kLanes * key_words * 4);
+    if (live < kLanes) memset(staging, 0, (size_t)kLanes * key_words * 4);
     for (int i = 0; i < live; i++) {
       const T* q = (const T*)call.q + query_offset(item.row, item.kv_head, lane + i, call.q_stride);
       Engine::key_row(q, head_dim, staging + i * key_words);
@@ -68,6 +69,8 @@ struct Attention {
     for (int w = 0; w < key_words; w += 16)
       transpose16((const uint32_t*)staging + w, key_words, (uint32_t*)dst + w * kLanes, kLanes);
   }
+
+  static bool narrow(const Item& item) { return Engine::kNarrow && item.lanes <= kLanes; }
 
   // K tiles and V of `count` keys from position first_key on; reads each page of the row once.
   void load_block(const Item& item, int first_key, int count) {
@@ -91,7 +94,7 @@ struct Attention {
     for (int i = count; i < rounded; i++) value_rows[i] = nullptr;
     if (!direct)
       for (int i = 0; i < rounded; i += 16) key_tiles[i / 16] = keys + i * key_words;
-    Engine::values(value_rows, rounded, head_dim, values);
+    Engine::values(value_rows, rounded, head_dim, narrow(item), values);
     __atomic_fetch_add(&batch.kv_bytes, (uint64_t)count * head_dim * 2 * sizeof(T), __ATOMIC_RELAXED);
   }
 
@@ -108,62 +111,81 @@ struct Attention {
     return visible;
   }
 
-  // One tile against the loaded block; the result goes to `result` in the form of a state.
-  void attend(const Word* q, int first_key, int count, int live, const Visible& visible, float* result) {
-    const int rounded = padded(count, 16), vectors = (live + kWidth - 1) / kWidth;
-    Engine::scores(q, key_tiles, rounded, head_dim, scores, vectors);
+  // Scores become weights, and these a sum of V; the result goes to `result` in the form of a state.
+  void attend(const Item& item, float* s, int first_key, int count, int live, const Visible& visible, float* result) {
     float factor = call.scale * 1.4426950408889634f;
     if (call.soft_cap > 0) {
-      cap_scores(scores, rounded, call.scale, call.soft_cap);
+      cap_scores(s, count, call.scale, call.soft_cap);
       factor = 1.4426950408889634f;
     }
-    if (first_key + rounded - 1 > visible.min_last || first_key < visible.max_first)
-      mask_scores(scores, rounded, first_key, visible);
+    mask_scores(s, count, first_key, visible);
     float* maxima = result + width * kLanes;
-    softmax<Engine::kPairs>(scores, rounded, factor, maxima, maxima + kLanes);
-    const int stepped = padded(rounded, Engine::kKeyStep);
-    if (stepped > rounded) memset(scores + rounded / 2 * kLanes, 0, (stepped - rounded) / 2 * kLanes * 4);
-    Engine::weighted((const Word*)scores, values, stepped, head_dim, result, vectors);
-  }
-
-  // Divides by the sums, transposes back and stores the live lanes in the output's type.
-  void finish(const Item& item, int lane, int live, float* state) {
-    float inverse[kLanes];
-    const float* sums = state + (width + 1) * kLanes;
-    for (int i = 0; i < kLanes; i++) inverse[i] = sums[i] > 0 ? 1 / sums[i] : 0;
-    for (int d = 0; d < width; d++)
-      for (int j = 0; j < kLanes; j += kWidth)
-        store(state + d * kLanes + j, load(state + d * kLanes + j) * load(inverse + j));
-    float* rows = (float*)staging;
-    for (int d = 0; d < width; d += 16)
-      transpose16((const uint32_t*)state + d * kLanes, kLanes, (uint32_t*)rows + d, width);
-    for (int i = 0; i < live; i++) {
-      T* out = (T*)call.out + query_offset(item.row, item.kv_head, lane + i, call.out_stride);
-      int d = 0;
-      for (; d + kWidth <= head_dim; d += kWidth) store_narrow(out + d, load(rows + i * width + d));
-      for (; d < head_dim; d++) out[d] = sizeof(T) == 2 ? (T)to_bf16(rows[i * width + d]) : (T)rows[i * width + d];
-    }
+    softmax<Engine::kPairs>(s, count, factor, maxima, maxima + kLanes);
+    const int stepped = padded(count, Engine::kKeyStep);
+    if (stepped > count) memset(s + count / 2 * kLanes, 0, (stepped - count) / 2 * kLanes * 4);
+    if (narrow(item)) Engine::weighted_narrow((Word*)s, values, stepped, head_dim, result);
+    else Engine::weighted((const Word*)s, values, stepped, head_dim, result, (live + kWidth - 1) / kWidth);
   }
 
   float* partial(const Split& split, int tile, int b) const {
     return batch.partials + (split.first_partial + (int64_t)tile * split.blocks + b) * state_floats;
   }
+  static int live_lanes(const Item& item, int tile) {
+    return item.lanes - tile * kLanes < kLanes ? item.lanes - tile * kLanes : kLanes;
+  }
+  void merge(const Item& item, float* state, const float* add) const {
+    if (narrow(item)) merge_narrow(state, add, width, item.lanes);
+    else merge_wide(state, add, width);
+  }
 
-  void run_block(const Item& item, const Visible* visible, int tiles, int b) {
-    const int first_key = b * kBlock, last_lane = tiles - 1;
+  // Keys of the block that a tile sees, rounded up to tiles of 16; 0: none.
+  static int keys_seen(const Visible& visible, int first_key) {
+    const int count = visible.max_last + 1 - first_key;
+    if (count <= 0 || first_key + kBlock <= visible.min_first) return 0;
+    return count < kBlock ? padded(count, 16) : kBlock;
+  }
+
+  void finish_tile(const Item& item, const Visible& visible, int tile, float* s, int b, int count) {
     Split* split = item.split >= 0 ? &batch.splits[item.split] : nullptr;
-    const int seen = visible[last_lane].max_last + 1 - first_key;
-    const bool needed = seen > 0 && first_key + kBlock > visible[0].min_first;
-    if (needed) load_block(item, first_key, seen < kBlock ? seen : kBlock);
+    float* result = split ? partial(*split, tile, b) : block;
+    if (count == 0) {
+      if (split) clear_state(result, width);
+      return;
+    }
+    attend(item, s, b * kBlock, count, live_lanes(item, tile), visible, result);
+    if (!split) merge(item, states + tile * state_floats, block);
+  }
+
+  // Tiles go two by two: with small heads they share the loads of K.
+  void run_block(const Item& item, const Visible* visible, int tiles, int b) {
+    const int first_key = b * kBlock, most = visible[tiles - 1].max_last + 1 - first_key;
+    if (most > 0 && first_key + kBlock > visible[0].min_first) load_block(item, first_key, most < kBlock ? most : kBlock);
+    for (int t = 0; t < tiles; t += 2) {
+      const Word *q0 = queries + (int64_t)t * key_words * kLanes, *q1 = q0 + key_words * kLanes;
+      float *s0 = scores, *s1 = scores + kBlock * kLanes;
+      const int count0 = keys_seen(visible[t], first_key), count1 = t + 1 < tiles ? keys_seen(visible[t + 1], first_key) : 0;
+      if (count0 == count1 && count0) {
+        Engine::scores_of_two(q0, q1, key_tiles, count0, head_dim, s0, s1);
+      } else {
+        if (count0) Engine::scores(q0, key_tiles, count0, head_dim, s0, (live_lanes(item, t) + kWidth - 1) / kWidth);
+        if (count1) Engine::scores(q1, key_tiles, count1, head_dim, s1, kVectors);
+      }
+      finish_tile(item, visible[t], t, s0, b, count0);
+      if (t + 1 < tiles) finish_tile(item, visible[t + 1], t + 1, s1, b, count1);
+    }
+  }
+
+  void write_tiles(const Item& item, int tiles) {
+    float* straight = (float*)staging;
     for (int t = 0; t < tiles; t++) {
-      const int live = item.lanes - t * kLanes < kLanes ? item.lanes - t * kLanes : kLanes;
-      const int count = visible[t].max_last + 1 - first_key < kBlock ? visible[t].max_last + 1 - first_key : kBlock;
-      const bool skip = !needed || count <= 0 || first_key + kBlock <= visible[t].min_first;
-      float* result = split ? partial(*split, t, b) : block;
-      if (skip && split) clear_state(result, width);
-      if (skip) continue;
-      attend(queries + (int64_t)t * key_words * kLanes, first_key, count, live, visible[t], result);
-      if (!split) merge(states + t * state_floats, block, width);
+      float *state = states + t * state_floats, *rows = state;
+      const float* sums = state + (width + 1) * kLanes;
+      if (!narrow(item)) straighten(state, width, rows = straight);
+      for (int i = 0; i < live_lanes(item, t); i++) {
+        if (Engine::kPairs) order_dimensions(rows + i * width, width);
+        const int64_t to = query_offset(item.row, item.kv_head, item.first_lane + t * kLanes + i, call.out_stride);
+        write_row(rows + i * width, head_dim, sums[i], (T*)call.out + to);
+      }
     }
   }
 
@@ -173,25 +195,17 @@ struct Attention {
     for (int t = 0; t < tiles; t++) {
       float* state = states + t * state_floats;
       clear_state(state, width);
-      for (int b = 0; b < split.blocks; b++) merge(state, partial(split, t, b), width);
+      for (int b = 0; b < split.blocks; b++) merge(item, state, partial(split, t, b));
     }
     write_tiles(item, tiles);
-  }
-
-  void write_tiles(const Item& item, int tiles) {
-    for (int t = 0; t < tiles; t++) {
-      const int lane = t * kLanes, live = item.lanes - lane < kLanes ? item.lanes - lane : kLanes;
-      finish(item, item.first_lane + lane, live, states + t * state_floats);
-    }
   }
 
   void run(const Item& item) {
     const int tiles = (item.lanes + kLanes - 1) / kLanes;
     Visible visible[kMaxItemTiles];
     for (int t = 0; t < tiles; t++) {
-      const int lane = t * kLanes, live = item.lanes - lane < kLanes ? item.lanes - lane : kLanes;
-      visible[t] = visible_keys(item, item.first_lane + lane, live);
-      pack_queries(item, item.first_lane + lane, live, queries + (int64_t)t * key_words * kLanes);
+      visible[t] = visible_keys(item, item.first_lane + t * kLanes, live_lanes(item, t));
+      pack_queries(item, item.first_lane + t * kLanes, live_lanes(item, t), queries + (int64_t)t * key_words * kLanes);
       if (item.split < 0) clear_state(states + t * state_floats, width);
     }
     for (int b = item.first_block; b < item.last_block; b++) run_block(item, visible, tiles, b);

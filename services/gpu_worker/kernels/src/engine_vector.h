@@ -52,12 +52,13 @@ struct VectorEngine {
   using Storage = T;
   using Word = float;  // what queries, K and V are held in
   static constexpr bool kPairs = false;
+  static constexpr bool kNarrow = false;
   static constexpr bool kDirectKeys = false;
   static constexpr int kKeyStep = 16;
   static void begin() {}
   static void end() {}
   static int64_t key_words(int head_dim) { return padded(head_dim, 16); }
-  static int64_t value_words(int head_dim, int keys) { return (int64_t)padded(head_dim, 16) * keys; }
+  static int width(int head_dim) { return padded(head_dim, 16); }
 
   static void widen_row(const T* src, int n, int width, float* dst) {
     int d = 0;
@@ -68,7 +69,7 @@ struct VectorEngine {
   static void key_row(const T* src, int head_dim, float* dst) { widen_row(src, head_dim, padded(head_dim, 16), dst); }
 
   // rows[i] is the V row of key i, or null beyond the row's end; count is a multiple of 16.
-  static void values(const T* const* rows, int count, int head_dim, float* dst) {
+  static void values(const T* const* rows, int count, int head_dim, bool, float* dst) {
     const int width = padded(head_dim, 16);
     for (int i = 0; i < count; i++) {
       if (rows[i]) widen_row(rows[i], head_dim, width, dst + (int64_t)i * width);
@@ -80,10 +81,16 @@ struct VectorEngine {
     for (int i = 0; i < count; i += 16)
       product<Vec>(key_tiles[i / 16], (int64_t)width, (int64_t)1, q, width, s + i * kLanes, 16, vectors);
   }
+  static void scores_of_two(const float* q0, const float* q1, const float* const* key_tiles, int count, int head_dim,
+                            float* s0, float* s1) {
+    scores(q0, key_tiles, count, head_dim, s0, kVectors);
+    scores(q1, key_tiles, count, head_dim, s1, kVectors);
+  }
   static void weighted(const float* p, const float* v, int count, int head_dim, float* o, int vectors) {
     const int width = padded(head_dim, 16);
     product<Vec>(v, (int64_t)1, (int64_t)width, p, count, o, width, vectors);
   }
+  static void weighted_narrow(float*, const float*, int, int, float*) {}
 };
 
 #if defined(__AVX512BF16__)
@@ -92,41 +99,49 @@ struct PairEngine {
   using Storage = bf16;
   using Word = uint32_t;
   static constexpr bool kPairs = true;
+  static constexpr bool kNarrow = false;
   static constexpr bool kDirectKeys = true;
   static constexpr int kKeyStep = 16;
   static void begin() {}
   static void end() {}
   static int64_t key_words(int head_dim) { return padded(head_dim, 32) / 2; }
-  static int64_t value_words(int head_dim, int keys) { return (int64_t)padded(head_dim, 16) * keys / 2; }
+  static int width(int head_dim) { return padded(head_dim, 32); }
 
+  static __m512i load_dimensions(const bf16* row, int dims) {
+    if (!row) return _mm512_setzero_si512();
+    return dims >= 32 ? _mm512_loadu_si512(row) : _mm512_maskz_loadu_epi16((1u << dims) - 1, row);
+  }
   static void key_row(const bf16* src, int head_dim, uint32_t* dst) {
-    memcpy(dst, src, head_dim * 2);
-    memset((bf16*)dst + head_dim, 0, (padded(head_dim, 32) - head_dim) * 2);
+    for (int d = 0; d < head_dim; d += 32, dst += 16) _mm512_storeu_si512(dst, load_dimensions(src + d, head_dim - d));
   }
-  // 16 dimensions of two keys as words (even key low).
-  static __m512i interleave(const bf16* even, const bf16* odd, int dims) {
-    const __mmask16 mask = dims >= 16 ? 0xffff : (__mmask16)((1u << dims) - 1);
-    const __m512i a = even ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, even)) : _mm512_setzero_si512();
-    const __m512i b = odd ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, odd)) : _mm512_setzero_si512();
-    return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
+  // 32 dimensions of two keys as 2 x 16 words, the even key low; order_dimensions of state.h undoes the order.
+  static void interleave(const bf16* even, const bf16* odd, int dims, uint32_t* low, uint32_t* high) {
+    const __m512i a = load_dimensions(even, dims), b = load_dimensions(odd, dims);
+    _mm512_storeu_si512(low, _mm512_unpacklo_epi16(a, b));
+    _mm512_storeu_si512(high, _mm512_unpackhi_epi16(a, b));
   }
-  static void values(const bf16* const* rows, int count, int head_dim, uint32_t* dst) {
-    const int width = padded(head_dim, 16);
+  static const bf16* at(const bf16* row, int d) { return row ? row + d : nullptr; }
+
+  static void values(const bf16* const* rows, int count, int head_dim, bool, uint32_t* dst) {
     for (int i = 0; i < count; i += 2)
-      for (int d = 0; d < width; d += 16) {
-        const bf16 *even = rows[i] ? rows[i] + d : nullptr, *odd = rows[i + 1] ? rows[i + 1] + d : nullptr;
-        _mm512_storeu_si512(dst + (int64_t)i / 2 * width + d, interleave(even, odd, head_dim - d));
-      }
+      for (int d = 0; d < head_dim; d += 32, dst += 32)
+        interleave(at(rows[i], d), at(rows[i + 1], d), head_dim - d, dst, dst + 16);
   }
   static void scores(const uint32_t* q, const uint32_t* const* key_tiles, int count, int head_dim, float* s, int vectors) {
     const int width = padded(head_dim, 32) / 2;
     for (int i = 0; i < count; i += 16)
       product<Uint>(key_tiles[i / 16], (int64_t)width, (int64_t)1, q, width, s + i * kLanes, 16, vectors);
   }
+  static void scores_of_two(const uint32_t* q0, const uint32_t* q1, const uint32_t* const* key_tiles, int count,
+                            int head_dim, float* s0, float* s1) {
+    scores(q0, key_tiles, count, head_dim, s0, kVectors);
+    scores(q1, key_tiles, count, head_dim, s1, kVectors);
+  }
   static void weighted(const uint32_t* p, const uint32_t* v, int count, int head_dim, float* o, int vectors) {
-    const int width = padded(head_dim, 16);
+    const int width = padded(head_dim, 32);
     product<Uint>(v, (int64_t)1, (int64_t)width, p, count / 2, o, width, vectors);
   }
+  static void weighted_narrow(uint32_t*, const uint32_t*, int, int, float*) {}
 };
 #endif
 

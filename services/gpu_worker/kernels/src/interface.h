@@ -18,7 +18,7 @@ enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kNumIsas =
 enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1 };
 
 constexpr int kLanes = 16;         // queries of one tile
-constexpr int kBlock = 512;        // keys of one attention block, at positions that are multiples of it
+constexpr int kBlock = 256;        // keys of one attention block, at positions that are multiples of it
 constexpr int kMaxItemTiles = 24;  // query tiles that share the preparation of a block
 constexpr int kSplitTiles = 4;     // items of at most so many tiles may be split over their blocks
 
@@ -64,9 +64,9 @@ struct Kernels {
   void (*attention)(Batch&, const LayerCall&);
 };
 
-// Floats of one partial result: O transposed [padded head_dim][16], then the maxima and the sums of 16 lanes.
+// Floats of one partial result: 16 lanes of O, then their maxima and sums.
 inline int padded(int n, int to) { return (n + to - 1) / to * to; }
-inline size_t partial_floats(int head_dim) { return (size_t)(padded(head_dim, 16) + 2) * kLanes; }
+inline size_t partial_floats(int head_dim) { return (size_t)(padded(head_dim, 32) + 2) * kLanes; }
 size_t scratch_bytes(int head_dim);
 
 extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_amx;

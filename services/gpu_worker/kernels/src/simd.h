@@ -81,38 +81,24 @@ inline void store_narrow(bf16* p, Vec v) {
 #endif
 }
 
-// bf16 pairs: `even` in the low half of each 32 bits. For finite values of one sign; ties go up.
-inline Uint pack_pairs(Vec even, Vec odd) {
-  Uint low = ((Uint)even + 0x8000) >> 16, high = ((Uint)odd + 0x8000) & 0xffff0000;
-  return low | high;
-}
-
-// 2^x for x <= 127; exactly 0 below -126.5. Relative error: 8e-8 exact, 8e-5 coarse (less than half a bf16 step).
-// Rounding by a large constant and minimax polynomials on [-0.5, 0.5] (Lawson's weighted least squares).
-template <bool kCoarse>
+// 2^x for x <= 127; exactly 0 below -126.5. Relative error 8e-8: rounding by a large constant and a minimax polynomial
+// on [-0.5, 0.5] (Lawson's weighted least squares).
 inline Vec exp2v(Vec x) {
   x = maximum(x, splat(-127.0f));
   const Vec shifted = x + 12582912.0f;
   const Vec f = x - (shifted - 12582912.0f);
-  Vec p;
-  if (kCoarse) {
-    p = 0.0551716672204448f * f + 0.24261112205253754f;
-    p = p * f + 0.693260985799816f;
-    p = p * f + 0.9999280735567155f;
-  } else {
-    p = 0.0013276471782223296f * f + 0.009675541332787658f;
-    p = p * f + 0.05550713274149004f;
-    p = p * f + 0.2402211972388148f;
-    p = p * f + 0.6931469670643619f;
-    p = p * f + 1.0000000716546709f;
-  }
+  Vec p = 0.0013276471782223296f * f + 0.009675541332787658f;
+  p = p * f + 0.05550713274149004f;
+  p = p * f + 0.2402211972388148f;
+  p = p * f + 0.6931469670643619f;
+  p = p * f + 1.0000000716546709f;
   const Uint scale = ((Uint)shifted << 23) + 0x3f800000u;
   return p * (Vec)scale;
 }
 
 inline Vec tanhv(Vec x) {  // 1 - 2 / (1 + e^2x), saturated where float is
   const Vec t = maximum(splat(-20.0f), -maximum(splat(-20.0f), -x)) * 2.885390081777927f;
-  return 1.0f - 2.0f / (1.0f + exp2v<false>(t));
+  return 1.0f - 2.0f / (1.0f + exp2v(t));
 }
 
 // dst[j][i] = src[i][j], 16 x 16 words of 32 bits; strides in words.

@@ -1,9 +1,7 @@
-// Softmax of one query tile over one block of keys, and the merging of blocks. Leaves the products to the engines.
+// Softmax of one query tile over one block of keys. Leaves the products to the engines, blocks to state.h.
 //
 // Scores come as S[key][16 lanes], so that maxima and sums run down the registers, never across them. Everything is
-// kept in base 2: p = 2^(s * factor - m), with m the block's maximum of s * factor. Blocks are merged as in the
-// online softmax of Milakov and Gimelshein (2018), always in block order: a query's result depends on its position
-// and its keys alone, not on the rows beside it, its chunk, or the threads.
+// kept in base 2: p = 2^(s * factor - m), with m the block's maximum of s * factor.
 #pragma once
 
 #include "simd.h"
@@ -14,17 +12,17 @@ namespace {
 // Which keys the lanes of a tile may see: positions first[lane]..last[lane].
 struct Visible {
   int32_t first[kLanes], last[kLanes];
-  int32_t min_last, max_first, max_last, min_first;
+  int32_t min_first, max_first, min_last, max_last;
 };
 
 inline void cap_scores(float* s, int count, float scale, float cap) {
   for (int i = 0; i < count * kLanes; i += kWidth) store(s + i, tanhv(load(s + i) * (scale / cap)) * cap);
 }
 
-inline void mask_scores(float* s, int count, int first_key, const Visible& visible) {
+inline void mask_rows(float* s, int from, int to, int first_key, const Visible& visible) {
   for (int j = 0; j < kLanes; j += kWidth) {
     const Int first = load_as<Int>(visible.first + j), last = load_as<Int>(visible.last + j);
-    for (int i = 0; i < count; i++) {
+    for (int i = from; i < to; i++) {
       const int32_t key = first_key + i;
       float* row = s + i * kLanes + j;
       store(row, (last >= key) & (first <= key) ? load(row) : splat(-INFINITY));
@@ -32,61 +30,78 @@ inline void mask_scores(float* s, int count, int first_key, const Visible& visib
   }
 }
 
-// Sums are kept by key modulo 4. Turns S into P in place: floats, or pairs [count / 2][16][2] of bf16.
-template <bool kPairs>
-inline void exponentials(float* s, int count, float factor, Vec m, float* sums) {
-  Vec sum[4] = {};
-  for (int i = 0; i < count; i += 4) {
-    Vec p[4];
-    for (int k = 0; k < 4; k++) {
-      p[k] = exp2v<kPairs>(load(s + (i + k) * kLanes) * factor - m);
-      sum[k] += p[k];
-    }
-    if (kPairs) {
-      store_as(s + i / 2 * kLanes, pack_pairs(p[0], p[1]));
-      store_as(s + (i / 2 + 1) * kLanes, pack_pairs(p[2], p[3]));
-    } else {
-      for (int k = 0; k < 4; k++) store(s + (i + k) * kLanes, p[k]);
-    }
-  }
-  store(sums, (sum[0] + sum[1]) + (sum[2] + sum[3]));
+// Hides what some lane may not see: rows before the last lane's window and after the first lane's position.
+inline void mask_scores(float* s, int count, int first_key, const Visible& visible) {
+  const int before = visible.max_first - first_key, after = visible.min_last + 1 - first_key;
+  const int top = before < count ? before : count, bottom = after > top ? after : top;
+  if (top > 0) mask_rows(s, 0, top, first_key, visible);
+  if (bottom < count) mask_rows(s, bottom, count, first_key, visible);
 }
 
-// count is a multiple of 16; maxima and sums are those of this block alone.
+inline Vec column_maximum(const float* s, int count) {
+  Vec m[4];
+  for (int k = 0; k < 4; k++) m[k] = load(s + k * kLanes);
+  for (int i = 4; i < count; i += 4)
+    for (int k = 0; k < 4; k++) m[k] = maximum(m[k], load(s + (i + k) * kLanes));
+  return maximum(maximum(m[0], m[1]), maximum(m[2], m[3]));
+}
+
+// S becomes P in place; count is a multiple of 16. Returns the sums, kept by key modulo 4.
+inline Vec exponentials(float* s, int count, float factor, Vec m) {
+  Vec sum[4] = {};
+  for (int i = 0; i < count; i += 4)
+    for (int k = 0; k < 4; k++) {
+      const Vec p = exp2v(load(s + (i + k) * kLanes) * factor - m);
+      store(s + (i + k) * kLanes, p);
+      sum[k] += p;
+    }
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+#if defined(__AVX512BF16__)
+// 32 values 2^(x / 512 - 127) as bf16 from 16-bit fixed-point x, 7 bits of exponent over 9 of fraction f, by
+// 2^f = 1 + f - f (1 - f) (k0 + k1 f), fitted with the roundings below; as near to the true values as rounding them to
+// bf16 is. 0 gives 0.
+inline __m512i exponentials_from_fixed(__m512i x) {
+  const __m512i f = _mm512_slli_epi16(x, 7), rest = _mm512_xor_si512(f, _mm512_set1_epi16(-1));
+  const __m512i k = _mm512_add_epi16(_mm512_mulhi_epu16(f, _mm512_set1_epi16(40)), _mm512_set1_epi16(155));
+  const __m512i bend = _mm512_mulhi_epu16(_mm512_mulhi_epu16(f, rest), k);
+  return _mm512_srli_epi16(_mm512_add_epi16(_mm512_sub_epi16(x, bend), _mm512_set1_epi16(1)), 2);
+}
+
+// The same for P in pairs [count / 2][16 lanes][2] of bf16. The sums are those of the rounded values, so that rounding
+// does not bias the quotient.
+inline Vec pair_exponentials(float* s, int count, float factor, Vec m) {
+  const __m512 scale = _mm512_set1_ps(factor * 512), base = (__m512)((127.0f - m) * 512.0f);
+  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+  __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (int i = 0; i < count; i += 4)
+    for (int k = 0; k < 2; k++) {
+      const float* at = s + (i + 2 * k) * kLanes;
+      const __m512i even = _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_loadu_ps(at), scale, base));
+      const __m512i odd = _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_loadu_ps(at + kLanes), scale, base));
+      // Saturation makes everything below 2^-127, masked keys included, a zero.
+      const __m512i fixed = _mm512_shuffle_epi8(_mm512_packus_epi32(even, odd), order);
+      const __m512i p = exponentials_from_fixed(fixed);
+      _mm512_storeu_si512(s + (i / 2 + k) * kLanes, p);
+      sum[k] = _mm512_dpbf16_ps(sum[k], (__m512bh)p, ones);
+    }
+  return (Vec)_mm512_add_ps(sum[0], sum[1]);
+}
+#else
+inline Vec pair_exponentials(float* s, int count, float factor, Vec m) { return exponentials(s, count, factor, m); }
+#endif
+
+// Maxima and sums are those of this block alone.
 template <bool kPairs>
 inline void softmax(float* s, int count, float factor, float* maxima, float* sums) {
   for (int j = 0; j < kLanes; j += kWidth) {
-    Vec m[4];
-    for (int k = 0; k < 4; k++) m[k] = load(s + k * kLanes + j);
-    for (int i = 4; i < count; i += 4)
-      for (int k = 0; k < 4; k++) m[k] = maximum(m[k], load(s + (i + k) * kLanes + j));
-    const Vec top = maximum(maximum(m[0], m[1]), maximum(m[2], m[3])) * factor;
+    const Vec top = column_maximum(s + j, count) * factor;
     store(maxima + j, top);
-    // A lane that sees no key of this block gets zeros, not NaN.
-    exponentials<kPairs>(s + j, count, factor, maximum(top, splat(-1e30f)), sums + j);
+    const Vec base = maximum(top, splat(-1e30f));  // a lane that sees no key here gets zeros, not NaN
+    store(sums + j, kPairs ? pair_exponentials(s + j, count, factor, base) : exponentials(s + j, count, factor, base));
   }
-}
-
-// state += block, both as [width][16] sums followed by 16 maxima and 16 sums.
-inline void merge(float* state, const float* block, int width) {
-  float *maxima = state + width * kLanes, *sums = maxima + kLanes;
-  const float *block_maxima = block + width * kLanes, *block_sums = block_maxima + kLanes;
-  for (int j = 0; j < kLanes; j += kWidth) {
-    const Vec old = load(maxima + j), add = load(block_maxima + j), top = maximum(old, add);
-    const Vec base = maximum(top, splat(-1e30f));
-    const Vec a = exp2v<false>(old - base), b = exp2v<false>(add - base);
-    store(maxima + j, top);
-    store(sums + j, load(sums + j) * a + load(block_sums + j) * b);
-    for (int d = 0; d < width; d++) {
-      float* o = state + d * kLanes + j;
-      store(o, load(o) * a + load(block + d * kLanes + j) * b);
-    }
-  }
-}
-
-inline void clear_state(float* state, int width) {
-  memset(state, 0, (size_t)(width + 2) * kLanes * 4);
-  for (int i = 0; i < kLanes; i++) state[width * kLanes + i] = -INFINITY;
 }
 
 }  // namespace
