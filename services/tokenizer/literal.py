@@ -57,6 +57,10 @@ class LiteralMarker:
             return [self.mark(item, marks) for item in value]
         return value
 
+    def cut(self, text: str) -> list[str]:
+        """`text` in parts, none of which holds the whole text of a special token."""
+        return self._pattern.sub(lambda match: match[0][:1] + "\0" + match[0][1:], text.replace("\0", "")).split("\0")
+
     def split(self, rendered: str, marks: tuple[str, str]) -> list[SpecialToken | str]:
         """The rendered prompt as true special tokens and literal texts, marks removed."""
         start, end = marks

@@ -33,6 +33,7 @@ class TokenizerService:
         self._clock = clock or MonotonicClock()
         self._context: Context | None = None
         self._http: HttpServer | None = None
+        self._listening = False
         self._announced = False
         self._empty = asyncio.Event()
 
@@ -57,6 +58,9 @@ class TokenizerService:
         level = config.log_level_http or "warning"
         self._http = HttpServer(app.create(self._context), listener, level, config.fastapi_root_path)
         await self._http.start()
+        self._listening = True
+        if not self._context.frontend.why_not_ready():
+            self._announce()
 
     async def drain(self) -> None:
         """Refuse what is new, finish what runs; what is left after the time-out ends with an error."""
@@ -93,7 +97,7 @@ class TokenizerService:
                 group.writer.cancel()
 
     def _announce(self) -> None:
-        if not self._announced and self._http is not None:
+        if self._listening and not self._announced:
             self._announced = True
             log.info("ready", url=self.url, model=self.context.model.served_name)
             announce_ready()

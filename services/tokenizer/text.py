@@ -42,6 +42,7 @@ class TextEngine:
         self._literal = _LiteralTwin(source)
         added = self._tokenizer.get_added_tokens_decoder()
         specials = [SpecialToken(i, t.content, t.lstrip, t.rstrip) for i, t in added.items() if t.special]
+        self._special_ids = frozenset(token.id for token in specials)
         self._marker = LiteralMarker(specials)
         self._longest = max((len(t.encode()) for t in self._tokenizer.get_vocab()), default=1)
         tokens = {**model.special_texts, "bos_token": model.bos_token, "eos_token": model.eos_token}
@@ -119,7 +120,18 @@ class TextEngine:
             if isinstance(piece, SpecialToken):
                 ids.append(piece.id)
             else:
-                ids.extend(_encode(self._literal.first if index == 0 else self._literal.later, piece, False))
+                ids.extend(self._encode_literal(piece, self._literal.first if index == 0 else self._literal.later))
+        return ids
+
+    def _encode_literal(self, text: str, tokenizer: Tokenizer) -> array[int]:
+        """Some vocabularies hold special tokens as ordinary words, too: such words are taken apart."""
+        ids = _encode(tokenizer, text, False)
+        if not self._special_ids.isdisjoint(ids):
+            ids = array("i")
+            for part in self._marker.cut(text):
+                ids.extend(_encode(self._literal.later if ids else tokenizer, part, False))
+            if not self._special_ids.isdisjoint(ids):
+                raise invalid("The content holds text that this model cannot tell from its control tokens.", "messages")
         return ids
 
     def _refuse_hopeless(self, text: str, limit: int, param: str) -> None:
