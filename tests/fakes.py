@@ -180,6 +180,11 @@ class FakeFrontend(_Peer):
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)
         self.client.send(GenerateRequest(rid, self.key, ints.pack(prompt), params, **fields))
 
+    def resubmit(self, rid: str, prompt: list[int], output: list[int], max_tokens: int, epoch: int) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        message = GenerateRequest(rid, self.key, ints.pack(prompt), params, epoch=epoch, output_ids=ints.pack(output))
+        self.client.send(message)
+
     def abort(self, *rids: str) -> None:
         self.client.send(AbortRequest(rids))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from services.scheduler.__main__ import SchedulerService
 from shared.config import SchedulerConfig
 from tests.fakes import FakeDetokenizer, FakeFrontend, FakeWorker
 from tests.local_fleet import worker_hello
-
 
 TICK_S = 0.1
 
@@ -38,6 +38,16 @@ class House:
         self.service.scheduler.checking = True
         self._ticking = asyncio.create_task(self._tick())
         return self.service
+
+    async def restart_scheduler(self, **config: Any) -> SchedulerService:
+        """The process is killed and another one takes its place."""
+        assert self.service is not None
+        await self._stop_ticking()
+        await self.service.close()
+        return await self.scheduler(**config)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return asyncio.create_task(work)
 
     async def _tick(self) -> None:
         while True:
@@ -66,11 +76,15 @@ class House:
         return frontend
 
     async def close(self) -> None:
-        if self._ticking is not None:
-            self._ticking.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._ticking
+        await self._stop_ticking()
         for peer in self._peers:
             await peer.close()
         if self.service is not None:
             await self.service.close()
+
+    async def _stop_ticking(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticking
+            self._ticking = None
