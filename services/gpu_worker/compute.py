@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import queue
 import threading
 from collections.abc import Callable
@@ -19,7 +20,9 @@ class ComputeThread:
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._ended = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        # Within the caller's context, so that log lines carry the service's name.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="compute", daemon=True)
         self._thread.start()
 
     @property

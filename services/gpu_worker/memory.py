@@ -75,6 +75,15 @@ def resident_bytes() -> int:
     return int(pages) * 4096
 
 
+def own_bytes(device: torch.device) -> int:
+    """Memory this process holds on `device`."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.memory_allocated(device))
+    return resident_bytes()
+
+
 def _available_ram() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -1,7 +1,10 @@
-"""One command's rows, checked, without those of ended slots; leaves tensors to `batch_builder`.
+"""One command's rows, checked, without decode rows of ended slots; leaves tensors to `batch_builder`.
 
 outputs   decode_slots in order, then the sampling prefills in order     (one token each in the result)
-rows      those of them that run, then the prefills that do not sample, each with its place in outputs
+rows      decode rows of slots that have not ended, then all prefill rows
+
+Prefill rows run even where their slot has ended or its request is refused: the scheduler shares the pages of a prefill
+from the moment it sends it.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class StepRows:
     num_outputs: int = 0
     output_of_slot: dict[int, int] = field(default_factory=dict)  # every sampling slot, also those that do not run
     spans: list[ScoredSpan] = field(default_factory=list)
-    errors: dict[int, str] = field(default_factory=dict)  # slot -> why its row does not run
+    errors: dict[int, str] = field(default_factory=dict)  # slot -> why its request cannot be served
 
     @property
     def num_rows(self) -> int:
@@ -80,6 +83,7 @@ def _decode_slots(command: StepCommand, slots: Slots) -> Ints:
 def _running(decode: Ints, slots: Slots) -> Ints:
     ended = slots.ended[decode] | (slots.remaining[decode] <= 0)
     running = np.flatnonzero(~ended)
+    slots.lagging[decode[ended]] = True
     if (slots.last_token[decode[running]] < 0).any():
         raise ProtocolError("a decode row's slot has sampled nothing yet")
     return running
@@ -100,12 +104,14 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
         if prefill.sample:
             output = rows.output_of_slot[slot] = rows.num_outputs
             rows.num_outputs += 1
+        if slots.lagging[slot]:
+            continue  # a decode row before this one was skipped, so its place is not where the scheduler thinks
         tokens = _tokens(rows, prefill, slots)
-        if tokens is None:
-            continue
         row = rows.num_decode + len(added)
         added.append(slot)
         rows.chunks.append(tokens)
+        if slots.ended[slot] or slot in rows.errors:
+            continue
         if prefill.sample and slots.remaining[slot] > 0:
             sampling.append(row)
             outputs.append(output)
@@ -117,9 +123,7 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
     rows.outputs = np.concatenate([rows.outputs, np.array(outputs, dtype=np.int64)])
 
 
-def _tokens(rows: StepRows, prefill: PrefillRow, slots: Slots) -> Ints | None:
-    if slots.ended[prefill.slot]:
-        return None
+def _tokens(rows: StepRows, prefill: PrefillRow, slots: Slots) -> Ints:
     tokens = column(prefill.token_ids)
     if not len(tokens):
         raise ProtocolError(f"slot {prefill.slot} has an empty prefill row")
@@ -128,9 +132,9 @@ def _tokens(rows: StepRows, prefill: PrefillRow, slots: Slots) -> Ints | None:
     # What a user may have sent ends that request; only what the scheduler made up ends the worker's incarnation.
     if tokens.min() < 0 or max(tokens.max(), prefill.next_token) >= vocab:
         detail = f"a token is outside the vocabulary of {vocab}"
-    if detail:
+        tokens = np.where((tokens < 0) | (tokens >= vocab), 0, tokens)
+    if detail and not slots.ended[prefill.slot]:
         rows.errors[prefill.slot] = detail
-        return None
     return tokens
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.gpu_worker import selection
 from services.gpu_worker.rng import uniforms
 from services.gpu_worker.sampling_columns import SampleRows
 from services.gpu_worker.selection import BLOCK, pick_anywhere, pick_filtered
@@ -81,7 +82,7 @@ class Sampler:
 
 
 def _argmax(logits: torch.Tensor) -> Ints:
-    # NumPy's argmax is several times faster than torch's on CPU; both give the lowest id among equals.
-    if logits.device.type == "cpu":
+    # Both give the lowest id among equals.
+    if selection.is_host(logits):
         return logits.numpy().argmax(axis=1)
     return logits.argmax(1).cpu().numpy()

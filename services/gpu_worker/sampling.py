@@ -126,9 +126,10 @@ def _settle(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:
     slots.last_token[who] = tokens
     slots.remaining[who] -= 1
     slots.ended[who] |= slots.remaining[who] <= 0
-    for slot, token in zip(who.tolist(), tokens.tolist(), strict=True):
+    for row, (slot, token) in enumerate(zip(who.tolist(), tokens.tolist(), strict=True)):
         if token in slots.stops[slot]:
-            slots.ended[slot] = True
+            edits = slots.edits[slot]
+            slots.ended[slot] |= edits is None or not edits.forbids_stop(int(positions[row]))
     for row in np.flatnonzero(slots.edited[who]).tolist():
         edits = slots.edits[int(who[row])]
         if edits is not None and edits.history is not None and tokens[row] >= 0:

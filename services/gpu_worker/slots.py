@@ -51,6 +51,7 @@ class Slots:
         self.sampling = SamplingColumns(n, limits.vocab_size)
         self.is_open = np.zeros(n, dtype=np.bool_)
         self.ended = np.zeros(n, dtype=np.bool_)
+        self.lagging = np.zeros(n, dtype=np.bool_)  # has skipped decode rows, so `computed` is behind the scheduler's
         self.edited = np.zeros(n, dtype=np.bool_)
         self.scored = np.zeros(n, dtype=np.bool_)
         self.page_counts = np.zeros(n, dtype=np.int64)
@@ -113,7 +114,7 @@ class Slots:
             raise ProtocolError(f"slot {slot} opens with {opened.num_computed} tokens in {len(pages)} pages")
         self._require_pages(pages)
         self.is_open[slot] = True
-        self.ended[slot] = False
+        self.ended[slot] = self.lagging[slot] = False
         self.table[slot, : len(pages)] = pages
         self.page_counts[slot] = len(pages)
         self.computed[slot] = opened.num_computed

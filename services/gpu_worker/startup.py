@@ -5,7 +5,7 @@ Runs in the compute thread.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 import torch
@@ -13,7 +13,7 @@ import torch
 from services.gpu_worker import device as devices
 from services.gpu_worker.engine import Engine
 from services.gpu_worker.kv_cache import KV_LAYOUT
-from services.gpu_worker.memory import MIB, PoolWish, free_bytes, plan_pages
+from services.gpu_worker.memory import MIB, PoolWish, free_bytes, own_bytes, plan_pages
 from services.gpu_worker.model_runner import LoadedModel, load_model
 from services.gpu_worker.models.config import DTYPES
 from services.gpu_worker.slots import SlotLimits
@@ -32,15 +32,17 @@ class StartedEngine:
 
     engine: Engine
     hello: WorkerHello
+    gauges: dict[str, float] = field(default_factory=dict)  # what does not change while it lives
 
 
 def start_engine(config: WorkerConfig) -> StartedEngine:
     """Load the model and allocate its cache. Raises ModelError, MemoryPlanError."""
     threads = devices.set_torch_threads(config.threads)
     device = devices.resolve(config.device)
-    free_before = free_bytes(device)
+    free_before, own_before = free_bytes(device), own_bytes(device)
     log.info("loading weights", model=config.model_path, device=str(device), threads=threads)
     model = _load(config, device)
+    weight_bytes = own_bytes(device) - own_before
     wish = _wish(config, model, device)
     pages = plan_pages(wish, free_before, free_bytes(device))
     log.info(f"KV cache: {pages} pages, {pages * wish.page_size} tokens, {pages * wish.bytes_per_page // MIB} MiB")
@@ -64,7 +66,8 @@ def start_engine(config: WorkerConfig) -> StartedEngine:
         kv_layout=KV_LAYOUT,
         kv_bytes_per_page=wish.bytes_per_page,
     )
-    return StartedEngine(Engine(runner, limits, tokens, device), hello)
+    gauges = {"weight_bytes": float(weight_bytes), "kv_bytes": float(pages * wish.bytes_per_page)}
+    return StartedEngine(Engine(runner, limits, tokens, device), hello, gauges)
 
 
 def _load(config: WorkerConfig, device: torch.device) -> LoadedModel:

@@ -80,6 +80,7 @@ class Worker:
         started = await self._compute.call(lambda: self._start_engine(self._config))
         self._loading = False
         self._hello = started.hello
+        self._gauges = started.gauges
         self._executor = Executor(started.engine, Activity(), self._compute, self._reply)
         self._connect()
 
@@ -113,7 +114,7 @@ class Worker:
         if self._session is None or self._client is None:
             return
         activity = self._executor.activity
-        gauges = activity.gauges()
+        gauges = {**self._gauges, **activity.gauges()}
         gauges["memory_bytes"] = float(resident_bytes())
         gauges["draining"] = float(self._draining)
         self._client.try_send(

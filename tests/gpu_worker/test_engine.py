@@ -182,6 +182,27 @@ def test_ids_outside_the_vocabulary_end_one_request_only(params: SamplingParams,
     assert "vocabulary" in result.errors[0].detail
 
 
+def test_the_pages_of_a_refused_request_are_still_written() -> None:
+    bench = Bench()
+    refused = greedy(logprob_token_ids=pack([VOCAB]))
+    bad = open_slot(0, 8, [0, 1], refused)
+    result = bench.step(opens=(bad,), prefills=(prefill(0, PROMPT[:5], sample=False),))
+    assert [e.slot for e in result.errors] == [0]
+    later = bench.step(prefills=(prefill(0, [*PROMPT[5:], VOCAB]),))
+    assert tokens(later) == [-1]
+    assert not later.errors
+    hit = open_slot(1, 8, [0, 1], computed=7)
+    assert tokens(bench.step(opens=(hit,), prefills=(prefill(1, [50]),))) == toy_greedy([*PROMPT, 50], 1)
+
+
+def test_a_prefill_after_a_skipped_decode_row_does_not_run() -> None:
+    bench = Bench()
+    bench.step(opens=(open_slot(0, 7, [0, 1, 2], remaining=1),), prefills=(prefill(0, PROMPT),))
+    assert tokens(bench.step([0])) == [-1]
+    assert tokens(bench.step(prefills=(prefill(0, [1, 2]),))) == [-1]
+    assert len(bench.runner.batches) == 1
+
+
 def test_columns_of_what_a_step_was() -> None:
     bench = Bench()
     bench.step(opens=(open_slot(0, 7, [0, 1, 2]),), prefills=(prefill(0, PROMPT),))

@@ -163,6 +163,15 @@ def test_a_nucleus_that_does_not_fit_falls_back_to_all_tokens(monkeypatch: pytes
     assert draw(logits, params, 200).tolist() == expected
 
 
+def test_the_device_path_agrees_with_the_host_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = (np.random.default_rng(3).standard_normal(3000) * 2).astype(np.float32)
+    kinds = [SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams(top_k=40, top_p=0.9)]
+    kinds += [SamplingParams(top_p=0.99, seed=7), SamplingParams(min_p=0.01)]
+    host = [draw(logits, params, 50).tolist() for params in kinds]
+    monkeypatch.setattr(selection, "is_host", lambda tensor: False)
+    assert [draw(logits, params, 50).tolist() for params in kinds] == host
+
+
 def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits = np.array([1.0, 5.0, 5.0, 2.0], dtype=np.float32)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=1, seed=9)):
