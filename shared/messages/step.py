@@ -70,7 +70,11 @@ class SlotOpen(Message, frozen=True):
 
 
 class PrefillRow(Message, frozen=True):
-    """A chunk of known tokens for one slot (part of StepCommand), right after what it has computed."""
+    """A chunk of known tokens for one slot (part of StepCommand), right after what it has computed.
+
+    It runs even where its slot has ended, for its pages are shared once it is sent; only sampling is skipped.
+    A row that begins at position 0 with `score_from` 0 yields a NaN for token 0, so that blocks join to a whole.
+    """
 
     slot: int
     token_ids: bytes  # int32: suffix only; also forced tokens
