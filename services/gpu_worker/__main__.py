@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import zmq
 
 from services.gpu_worker.device import set_thread_environment
-from shared import config, service
+from shared import service
+from shared.config import WorkerConfig, load
+
+if TYPE_CHECKING:
+    from services.gpu_worker.startup import StartedEngine
 
 
 def main() -> int:
-    """Run until drained, refused or killed; returns the exit code."""
-    settings = config.load(config.WorkerConfig, sys.argv[1:])
-    set_thread_environment(settings.threads)
-    from services.gpu_worker.worker import Worker  # imports torch, which reads that environment
+    """Run with the configuration of flags and environment; returns the exit code."""
+    return run(load(WorkerConfig, sys.argv[1:]))
 
-    worker = Worker(settings)
-    code = max(service.run("worker", settings, lambda: worker), worker.exit_code)
+
+def run(config: WorkerConfig, start: Callable[[WorkerConfig], StartedEngine] | None = None) -> int:
+    """Run until drained, refused or killed; `start` replaces the loading of a model."""
+    set_thread_environment(config.threads)
+    # These import torch, which reads that environment.
+    from services.gpu_worker.startup import start_engine
+    from services.gpu_worker.worker import Worker
+
+    worker = Worker(config, start or start_engine)
+    code = max(service.run("worker", config, lambda: worker), worker.exit_code)
     sys.stderr.flush()
     if worker.is_computing:
         os._exit(code)  # a load or a forward that nobody waits for any more
