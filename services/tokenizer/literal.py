@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -59,7 +60,8 @@ class LiteralMarker:
 
     def cut(self, text: str) -> list[str]:
         """`text` in parts, none of which holds the whole text of a special token."""
-        return self._pattern.sub(lambda match: match[0][:1] + "\0" + match[0][1:], text.replace("\0", "")).split("\0")
+        cuts = [0, *(match.start() + 1 for match in self._pattern.finditer(text)), len(text)]
+        return [text[first:last] for first, last in pairwise(cuts)]
 
     def split(self, rendered: str, marks: tuple[str, str]) -> list[SpecialToken | str]:
         """The rendered prompt as true special tokens and literal texts, marks removed."""

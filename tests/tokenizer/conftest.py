@@ -11,12 +11,18 @@ from typing import Any
 
 import httpx
 import pytest
+import uvloop
 from tokenizers import Tokenizer
 
 from services.tokenizer.service import TokenizerService
 from shared.config import TokenizerConfig
 from tests.tokenizer.fake_backend import FakeBackend
 from tests.tokenizer.tiny_folder import write_model_folder
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The loop that serves users; disconnects look different on others."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture(scope="session")
