@@ -1,0 +1,140 @@
+"""Closes the text inside its token budget: from where only a completion still fits, masks let nothing else pass.
+
+    budget left  |<---------- free ---------->|<-- step -->|<---- path ---->|
+                  no token can put the end      tokens are    only the known
+                  out of reach                  tried one     completion fits
+                                                by one
+
+`path` is a completion from the present state; `step` bounds what one token can add to it. Leaves the search
+itself to `completion` and sizes of schemas to `schema_size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from services.scheduler.constraint.completion import Search, TokenOrder, allowed
+from services.scheduler.constraint.matcher import MaskRow, Matcher
+
+_TRIED = 300  # tokens tried in one mask
+_SEARCHED = 200  # states looked at for one mask
+_REPAIR = 200  # states looked at for a new path
+_MARGIN = 4  # tokens by which a plain token of a string can lengthen the path: a character it left open
+
+
+class Ending(Struct, frozen=True):
+    """What is known of a grammar's end before the first token. `shortest` is None where none was found."""
+
+    shortest: tuple[int, ...] | None = None
+    step: int = 64
+    plain_is_harmless: bool = False  # inside an open JSON string plain text never lengthens the path
+
+
+class BudgetGuard:
+    """Follows one matcher. It gives up, and says so in `lost`, where the search finds no completion in time."""
+
+    def __init__(self, ending: Ending, order: TokenOrder) -> None:
+        assert ending.shortest is not None
+        self._ending = ending
+        self._order = order
+        self._path: list[int] = list(ending.shortest)
+        self._unchecked = 0  # tokens the path was not followed through
+        self.lost = False
+
+    @property
+    def needed(self) -> int:
+        """Tokens of the known completion."""
+        return len(self._path)
+
+    def fork(self) -> BudgetGuard:
+        copy = BudgetGuard(self._ending, self._order)
+        copy._path, copy._unchecked, copy.lost = list(self._path), self._unchecked, self.lost
+        return copy
+
+    def follow(self, ids: Sequence[int]) -> None:
+        """The matcher took these tokens."""
+        count = len(ids)
+        if not self._unchecked and list(ids) == self._path[:count]:
+            del self._path[:count]
+        else:
+            self._unchecked += count
+
+    def restrict(self, matcher: Matcher, budget: int, row: MaskRow) -> None:
+        """Take from `row` what would not leave room for an end; `budget` counts the token to be sampled."""
+        step = self._ending.step
+        reach = len(self._path) + (self._unchecked + 1) * step
+        if self.lost or budget > reach or matcher.is_stopped:
+            return
+        if self._unchecked and not self._repair(matcher, budget):
+            return
+        if budget - 1 >= len(self._path) + step:
+            return
+        keep = self._safe(matcher, budget, row)
+        row[:] = 0
+        ids = np.array(keep, np.int64)
+        np.bitwise_or.at(row.view(np.uint32), ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
+
+    def _repair(self, matcher: Matcher, budget: int) -> bool:
+        """A path from the present state: the old one where it still leads to an end, otherwise a new one."""
+        if self._completes(matcher.fork(), self._path):
+            self._unchecked = 0
+        else:
+            path = Search(self._order, _REPAIR).shortest(matcher, budget + self._ending.step, discrepancies=1)
+            if path is None:
+                self.lost = True
+                return False
+            self._path = path
+            self._unchecked = 0
+        return True
+
+    def _safe(self, matcher: Matcher, budget: int, row: MaskRow) -> list[int]:
+        """The tokens after which an end is known to fit; an end token always may come."""
+        complete = matcher.is_complete
+        keep = [token for token in self._order.vocabulary.eos_ids if complete]
+        if budget <= 0:
+            return keep
+        if self._path:
+            keep.append(self._path[0])
+        rest = row
+        if self._ending.plain_is_harmless and budget - 1 >= len(self._path) + _MARGIN:
+            rest, plain = self._split(row)
+            keep += plain
+        search = Search(self._order, _SEARCHED)
+        for token in self._tried(rest):
+            if self._fits(matcher, token, budget - 1, search):
+                keep.append(token)
+        return keep
+
+    def _split(self, row: MaskRow) -> tuple[MaskRow, list[int]]:
+        """The tokens to try, and those that are known to be harmless: many plain ones only fit an open string."""
+        own = row[: self._order.vocabulary.words].view(np.uint32)
+        harmless = own & self._order.plain
+        plain = allowed(harmless.view(np.int32), self._order.vocabulary)
+        if len(plain) <= _TRIED:
+            return row, []
+        return (own & ~harmless).view(np.int32), plain.tolist()
+
+    def _tried(self, row: MaskRow) -> list[int]:
+        """Allowed tokens in the order in which they are tried: the promising ones, then the common ones."""
+        first = self._order.candidates(row)
+        others = allowed(row, self._order.vocabulary)[:_TRIED].tolist()
+        ends = self._order.vocabulary.eos_ids
+        return [token for token in dict.fromkeys([*first, *others]) if token not in ends]
+
+    def _fits(self, matcher: Matcher, token: int, budget: int, search: Search) -> bool:
+        after = matcher.fork()
+        if not after.advance([token]):
+            return False
+        if after.is_complete:
+            return True
+        if len(self._path) <= budget and self._completes(after.fork(), self._path):
+            return True
+        if 0 < len(self._path) - 1 <= budget and self._completes(after.fork(), self._path[1:]):
+            return True
+        return search.nodes > 0 and search.shortest(after, budget, discrepancies=0) is not None
+
+    def _completes(self, matcher: Matcher, path: Sequence[int]) -> bool:
+        return matcher.advance(path) and matcher.is_complete

@@ -1,0 +1,163 @@
+"""The compiling process: reads a source, tries its grammar out, answers; one job at a time.
+
+    python -m services.scheduler.constraint.compile_worker      (frames on stdin and stdout, see `protocol`)
+
+It bounds its own memory and processor time, so that a hostile source ends this process and nothing else; the
+wall clock is the parent's. It exits when its input closes, even in the middle of a job.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import resource
+import sys
+import threading
+import time
+from typing import IO
+
+import numpy as np
+
+from services.scheduler.constraint.canonical import read_json
+from services.scheduler.constraint.completion import Search, TokenOrder
+from services.scheduler.constraint.errors import BadSource
+from services.scheduler.constraint.limits import Limits
+from services.scheduler.constraint.llguidance_matcher import LLGuidanceMatcher
+from services.scheduler.constraint.protocol import (
+    LENGTH_BYTES,
+    MAX_FRAME,
+    CheckJob,
+    Compiled,
+    CompileJob,
+    FromProcess,
+    Ready,
+    Refused,
+    Setup,
+    ToProcess,
+    Verdict,
+    frame,
+    to_process,
+)
+from services.scheduler.constraint.regex_source import first_line
+from services.scheduler.constraint.schema_size import has_hidden_obligations, largest_step
+from services.scheduler.constraint.sources import GrammarText, Options, explain_error, read_source
+from services.scheduler.constraint.verdict import check_text
+from services.scheduler.constraint.vocabulary import Vocabulary
+
+_NICE = 5  # running streams come first
+_LONGEST = 1024  # tokens of a completion that is still looked for
+_SOME_STEP = 64  # of grammars whose parts are not measured
+
+
+class Worker:
+    def __init__(self, setup: Setup) -> None:
+        self._limits = setup.limits
+        self._vocabulary = Vocabulary.load(setup.model_path)
+        self._order = TokenOrder(self._vocabulary)
+        self._row = np.zeros(self._vocabulary.words, np.int32)
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self._vocabulary.size
+
+    def answer(self, job: CompileJob | CheckJob) -> FromProcess:
+        try:
+            if isinstance(job, CompileJob):
+                return self.compile(job)
+            return check_text(job.kind, job.source, job.text, self._limits, self._vocabulary)
+        except BadSource as error:
+            if isinstance(job, CheckJob):
+                return Verdict(False, str(error), known=False)
+            return Refused(error.reason, error.place)
+        except (MemoryError, RecursionError) as error:
+            return Refused(f"too large ({type(error).__name__})", "")
+
+    def compile(self, job: CompileJob) -> Compiled:
+        """Read it, build it, and go through a whole shortest text: some limits only show on the way."""
+        started, before = time.perf_counter(), memory()
+        options = Options(job.best_effort, job.any_whitespace)
+        grammar = read_source(job.kind, job.source, options, self._limits, self._vocabulary)
+        matcher = LLGuidanceMatcher.build(grammar.text, self._vocabulary, self._limits)
+        self._check(job, grammar, matcher)
+        shortest = Search(self._order, self._limits.search_nodes).shortest(matcher, _LONGEST)
+        step, harmless = _SOME_STEP + (len(shortest) if shortest else 0), False
+        if job.kind == "json_schema":
+            schema = read_json(job.source)
+            step, harmless = largest_step(schema, self._limits.depth), not has_hidden_obligations(schema)
+        return Compiled(
+            grammar=grammar.text,
+            shortest=tuple(shortest) if shortest is not None else None,
+            step=step,
+            plain_is_harmless=harmless,
+            seconds=time.perf_counter() - started,
+            grown=max(0, memory() - before),
+        )
+
+    def _check(self, job: CompileJob, grammar: GrammarText, matcher: LLGuidanceMatcher) -> None:
+        if matcher.error:
+            raise explain_error(job.kind, grammar, matcher.error)
+        trial = matcher.fork()
+        if not trial.fill_mask(self._row):
+            raise BadSource(f"the grammar is too complex: {first_line(trial.error)}")
+        if trial.is_stopped and trial.is_complete:
+            raise BadSource("nothing but the empty text is allowed")
+        for token in self._vocabulary.eos_ids:
+            self._row[token >> 5] &= ~np.int32(np.uint32(1 << (token & 31)).view(np.int32))
+        if not self._row.any():
+            raise BadSource("no text satisfies it")
+
+
+def memory() -> int:
+    """Bytes of this process in memory."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def limit_memory(more: int) -> None:
+    """Let the address space grow by `more` bytes and no further."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + more, now + more))
+
+
+def limit_processor(seconds: float) -> None:
+    """Be killed after so many more seconds of processor time: a parent that is gone kills nobody."""
+    used = time.process_time()
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used + seconds) + 2, resource.RLIM_INFINITY))
+
+
+def read_frames(source: IO[bytes], jobs: queue.SimpleQueue[ToProcess]) -> None:
+    """Runs on a thread of its own: the end of the input ends the process, whatever it is doing."""
+    while True:
+        head = source.read(LENGTH_BYTES)
+        size = int.from_bytes(head, "little")
+        body = source.read(size) if len(head) == LENGTH_BYTES and size <= MAX_FRAME else b""
+        if not body or len(body) < size:
+            os._exit(0)
+        jobs.put(to_process.decode(body))
+
+
+def main() -> None:
+    os.nice(_NICE)
+    jobs: queue.SimpleQueue[ToProcess] = queue.SimpleQueue()
+    threading.Thread(target=read_frames, args=(sys.stdin.buffer, jobs), daemon=True).start()
+    setup = jobs.get()
+    assert isinstance(setup, Setup)
+    worker = Worker(setup)
+    limits: Limits = setup.limits
+    limit_memory(limits.compile_memory)
+    _send(Ready(worker.vocabulary_size))
+    while True:
+        job = jobs.get()
+        assert not isinstance(job, Setup)
+        limit_processor(limits.compile_seconds if isinstance(job, CompileJob) else limits.check_seconds)
+        _send(worker.answer(job))
+
+
+def _send(message: FromProcess) -> None:
+    sys.stdout.buffer.write(frame(message))
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""How much one constraint may cost, from its source to its masks; nothing else."""
+
+from __future__ import annotations
+
+from llguidance import LLParserLimits
+from msgspec import Struct
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """Bounds of one compile and of what it leaves behind. Sizes in bytes, times in seconds."""
+
+    source_bytes: int = 256 << 10
+    depth: int = 64  # of nested schemas, groups, parentheses
+    schema_nodes: int = 20_000  # schemas inside a schema
+    optional_properties: int = 500  # of one object: each one is a live item of the parser
+    alternatives: int = 20_000  # of one enum or choice
+    compile_seconds: float = 5.0
+    compile_memory: int = 512 << 20  # beyond what the compiling process holds at rest
+    check_seconds: float = 5.0  # judging a finished text
+    search_nodes: int = 300  # matcher states looked at for a shortest completion
+    lexer_states: int = 50_000  # 1-2 kB each, kept as long as the grammar
+
+
+def parser_limits(limits: Limits) -> LLParserLimits:
+    """The library's own limits. Its errors carry no parser state: users see them."""
+    return LLParserLimits(max_lexer_states=limits.lexer_states, verbose_errors=False)

@@ -1,0 +1,120 @@
+"""Fills the masks of a step off the loop's thread: one packed row per masked slot, in the order it was asked for.
+
+Every job is answered exactly once, whatever its rows do: a row without a state, or whose matcher breaks, gets
+all ones, and only its own request hears of it. Leaves sending the masks to the loop.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from services.scheduler.constraint.state import ALL_ALLOWED, ConstraintState
+
+_ROWS_PER_THREAD = 8  # fewer are not worth another thread
+
+
+class RowJob(Struct, frozen=True):
+    """One masked slot: tokens its request was given since the last job, and how many it may still get."""
+
+    state: ConstraintState | None  # None: the request has ended, but its row is still owed
+    accepted: tuple[int, ...] = ()
+    budget: int = 1
+
+
+class RowOutcome(Struct, frozen=True):
+    """`forced` follow by necessity, the first is the only one the mask allows. `stopped`: nothing may follow."""
+
+    forced: tuple[int, ...] = ()
+    stopped: bool = False
+    error: str = ""
+    elapsed_ms: float = 0.0
+
+
+class FilledMasks(Struct, frozen=True):
+    """`bitmask`: int32 [rows, words], C-contiguous, the second frame of TokenMasks as it is."""
+
+    bitmask: NDArray[np.int32]
+    outcomes: tuple[RowOutcome, ...]
+    elapsed_ms: float
+
+    @property
+    def data(self) -> memoryview:
+        return self.bitmask.data.cast("B")
+
+
+class MaskFiller:
+    """`words` uint32 words per row, as wide as the worker's vocabulary."""
+
+    def __init__(self, words: int, threads: int = 0) -> None:
+        self._words = words
+        self._threads = threads or min(4, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="masks")
+
+    def submit(self, jobs: Sequence[RowJob]) -> Future[FilledMasks]:
+        """Never blocks. The future always gets a result; its callbacks run on a thread of the pool."""
+        answer: Future[FilledMasks] = Future()
+        batch = _Batch(jobs, self._words, answer)
+        chunks = max(1, min(self._threads, len(jobs) // _ROWS_PER_THREAD))
+        batch.split(chunks)
+        for chunk in range(chunks):
+            self._pool.submit(batch.run, chunk)
+        return answer
+
+    def close(self) -> None:
+        """Finish what was submitted."""
+        self._pool.shutdown(wait=True)
+
+
+class _Batch:
+    def __init__(self, jobs: Sequence[RowJob], words: int, answer: Future[FilledMasks]) -> None:
+        self._jobs = jobs
+        self._bitmask = np.empty((len(jobs), words), np.int32)
+        self._outcomes = [RowOutcome()] * len(jobs)
+        self._answer = answer
+        self._started = time.perf_counter()
+        self._lock = threading.Lock()
+        self._chunks = 1
+        self._left = 1
+
+    def split(self, chunks: int) -> None:
+        self._chunks = self._left = chunks
+
+    def run(self, chunk: int) -> None:
+        for index in range(chunk, len(self._jobs), self._chunks):
+            self._outcomes[index] = fill_row(self._jobs[index], self._bitmask[index])
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            elapsed = 1e3 * (time.perf_counter() - self._started)
+            self._answer.set_result(FilledMasks(self._bitmask, tuple(self._outcomes), elapsed))
+
+
+def fill_row(job: RowJob, row: NDArray[np.int32]) -> RowOutcome:
+    """One row, whatever happens: an error leaves it all ones."""
+    started = time.perf_counter()
+    state = job.state
+    if state is None:
+        row[:] = ALL_ALLOWED
+        return RowOutcome()
+    forced: tuple[int, ...] = ()
+    try:
+        error = "" if state.advance(job.accepted) else state.error or "the token is not allowed"
+        stopped = not error and state.is_stopped
+        if not error:
+            forced = state.fill(row, job.budget)
+            error = state.error
+    except Exception as failure:  # the library's misuse errors: this row's request ends, the step goes on
+        error, stopped = f"{type(failure).__name__}: {failure}", False
+    if error:
+        row[:] = ALL_ALLOWED
+        forced, stopped = (), False
+    return RowOutcome(forced, stopped, error, 1e3 * (time.perf_counter() - started))

@@ -1,0 +1,104 @@
+"""The model's tokens as the grammar library sees them: id -> bytes, special ids, end-of-sequence ids.
+
+Built once per process from the files of a model folder, in a few hundred milliseconds: never on the loop's
+thread. Leaves tokenising prompts and decoding answers to the other services.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLTokenizer
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int32]
+WORD_BITS = 32
+
+
+class VocabularyError(ValueError):
+    """The folder's tokenizer cannot be used for constraints."""
+
+
+class Vocabulary:
+    """`size` tokens, ids 0 .. size - 1; `words` uint32 words hold one bit for each."""
+
+    def __init__(self, tokenizer_json: str, eos_ids: Sequence[int], size: int | None = None) -> None:
+        """Raises VocabularyError where the library does not understand the tokenizer."""
+        if not eos_ids:
+            raise VocabularyError("the model names no end-of-sequence token; constraints could never end")
+        try:
+            self.table = LLTokenizer(tokenizer_json, eos_token=list(eos_ids), n_vocab=size)
+        except ValueError as error:
+            raise VocabularyError(f"the tokenizer cannot be used for constraints: {error}") from None
+        self.size = self.table.vocab_size
+        self.words = -(-self.size // WORD_BITS)
+        self.eos_ids = tuple(eos_ids)
+        self.table.tokenize_str("warm")  # the first call of a process sets up the library's tables
+
+    @classmethod
+    def load(cls, model_path: str | Path) -> Vocabulary:
+        """The vocabulary of a model folder, as wide as the model's logits."""
+        folder = Path(model_path)
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        config = _read_json(folder / "config.json")
+        declared = json.loads(text)
+        size = _vocab_size(config)
+        needed = _highest_id(declared) + 1
+        return cls(text, eos_ids(folder, config, declared), max(size, needed) if size else None)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for in text; nothing for special ones."""
+        return b"" if self.table.is_special_token(token_id) else self.table.decode_bytes([token_id])
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the one special token that `text` is, if it is one."""
+        ids = self.table.tokenize_str(text, parse_special=True)
+        return ids[0] if len(ids) == 1 and self.table.is_special_token(ids[0]) else None
+
+    def encode(self, text: str | bytes) -> list[int]:
+        """The tokenizer's own ids of `text`; special tokens are never produced. Incomplete UTF-8 is allowed."""
+        return self.table.tokenize_bytes(text.encode() if isinstance(text, str) else text)
+
+    def decode(self, ids: Sequence[int]) -> bytes:
+        """The bytes of `ids`, special tokens left out."""
+        return b"".join(self.token_bytes(token) for token in ids)
+
+    @cached_property
+    def all_bytes(self) -> tuple[bytes, ...]:
+        """The bytes of every id."""
+        return tuple(self.token_bytes(token) for token in range(self.size))
+
+
+def eos_ids(folder: Path, config: dict[str, Any], tokenizer: dict[str, Any]) -> tuple[int, ...]:
+    """Every id that ends a sequence, as the generation settings, the model and its tokenizer name them."""
+    found: list[int] = []
+    for source in (_read_json(folder / "generation_config.json"), config, config.get("text_config", {})):
+        value = source.get("eos_token_id")
+        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+    name = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    content = name.get("content") if isinstance(name, dict) else name
+    found += [token["id"] for token in tokenizer.get("added_tokens", ()) if token["content"] == content]
+    return tuple(dict.fromkeys(found))
+
+
+def _vocab_size(config: dict[str, Any]) -> int:
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 0
+    return int(size)
+
+
+def _highest_id(tokenizer: dict[str, Any]) -> int:
+    vocab = tokenizer.get("model", {}).get("vocab", ())
+    inner = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+    return int(max([inner, *(token["id"] for token in tokenizer.get("added_tokens", ()))]))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return value if isinstance(value, dict) else {}
