@@ -22,7 +22,7 @@ from services.gpu_worker.kernels import NativeUnavailable
 
 SOURCES = Path(__file__).parent / "src"
 PREBUILT = Path(__file__).parent / "prebuilt"
-COMMON_UNITS = ("dispatch", "attention_plan")
+COMMON_UNITS = ("dispatch", "attention_plan", "pack")
 FLAGS = (
     "-O3",
     "-std=c++17",

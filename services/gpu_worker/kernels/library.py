@@ -41,6 +41,50 @@ class LayerCall(ctypes.Structure):
     )
 
 
+class LinearCall(ctypes.Structure):
+    """A product over packed weights; mirrors LinearCall of interface.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weight", "norm", "residual", "bias", "out")),
+        *((name, c_int64) for name in ("x_stride", "residual_stride", "out_stride")),
+        ("eps", c_float),
+        *((name, c_int32) for name in ("rows", "outputs", "inputs", "dtype", "out_dtype", "gated", "threads")),
+    )
+
+
+class NormCall(ctypes.Structure):
+    """An RMS norm with residual; mirrors NormCall of interface.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "added", "weight", "out")),
+        *((name, c_int64) for name in ("x_stride", "added_stride", "out_stride")),
+        ("eps", c_float),
+        *((name, c_int32) for name in ("rows", "size", "dtype", "threads")),
+    )
+
+
+class RopeCall(ctypes.Structure):
+    """Rotary embedding of q and k in place; mirrors RopeCall of interface.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k", "cos", "sin")),
+        *((name, c_int64) for name in ("q_stride", "k_stride", "table_stride")),
+        *((name, c_int32) for name in ("tokens", "q_heads", "kv_heads", "head_dim", "dtype", "threads")),
+    )
+
+
+class GateCall(ctypes.Structure):
+    """silu(gate) * up; mirrors GateCall of interface.h."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("x_stride", c_int64),
+        ("out_stride", c_int64),
+        *((name, c_int32) for name in ("rows", "size", "dtype", "threads")),
+    )
+
+
 _P = c_void_p
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rf_has_isa": (c_int, (c_int,)),
@@ -52,6 +96,12 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "rf_plan_kv_bytes": (c_uint64, (_P,)),
     "rf_attention": (None, (c_int, _P, POINTER(LayerCall))),
+    "rf_packed_bytes": (c_int64, (c_int, c_int, c_int, c_int)),
+    "rf_pack_weight": (None, (_P, c_int, c_int, c_int, c_int, _P)),
+    "rf_linear": (c_int, (c_int, POINTER(LinearCall))),
+    "rf_norm": (None, (c_int, POINTER(NormCall))),
+    "rf_rope": (None, (c_int, POINTER(RopeCall))),
+    "rf_gate": (None, (c_int, POINTER(GateCall))),
     "rf_copy_pages": (c_int, (POINTER(_P), c_int, _P, _P, c_int, c_int64, c_int)),
 }
 

@@ -2,6 +2,7 @@
 // Leaves arithmetic to an Engine and the cutting of work into items to attention_plan.cpp.
 #pragma once
 
+#include "rows.h"
 #include "softmax.h"
 #include "state.h"
 
@@ -232,11 +233,7 @@ template <class Engine>
 void attention(Batch& batch, const LayerCall& call) {
 #pragma omp parallel num_threads(batch.threads)
   {
-#if defined(_OPENMP)
-    const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#else
-    const int thread = 0, threads = 1;
-#endif
+    const int thread = thread_number(), threads = thread_count();
     Engine::begin();
     write_kv<typename Engine::Storage>(batch, call, (int)((int64_t)batch.tokens * thread / threads),
                                        (int)((int64_t)batch.tokens * (thread + 1) / threads));

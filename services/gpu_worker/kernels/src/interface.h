@@ -17,6 +17,8 @@ using bf16 = uint16_t;
 enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kNumIsas = 4 };
 enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1 };
 
+inline int padded(int n, int to) { return (n + to - 1) / to * to; }
+
 constexpr int kLanes = 16;         // queries of one tile
 constexpr int kBlock = 256;        // keys of one attention block, at positions that are multiples of it
 constexpr int kMaxItemTiles = 24;  // query tiles that share the preparation of a block
@@ -60,14 +62,65 @@ struct LayerCall {
   int32_t window;
 };
 
+// y = norm(x) W^T + bias, then the gate, then + residual. W is packed by pack_weight; x has the weights' dtype.
+struct LinearCall {
+  const void *x, *weight, *norm, *residual;  // norm: weights of an RMS norm, or null; residual in out's dtype, or null
+  const float* bias;
+  void* out;
+  int64_t x_stride, residual_stride, out_stride;  // elements per row
+  float eps;
+  int32_t rows, outputs, inputs;  // outputs counts the rows of W
+  int32_t dtype, out_dtype;
+  int32_t gated;  // W is gate over up: out = silu(gate) * up has outputs / 2 columns
+  int32_t threads;
+};
+
+// Rows of x [tokens][n]: out = RMS norm of (x + added) by weight; where `added` is given, x + added goes to x.
+struct NormCall {
+  void* x;
+  const void *added, *weight;
+  void* out;
+  int64_t x_stride, added_stride, out_stride;
+  float eps;
+  int32_t rows, size, dtype, threads;
+};
+
+// Rotates the halves of each head of q and k in place.
+struct RopeCall {
+  void *q, *k;
+  const float *cos, *sin;  // [tokens][head_dim / 2]
+  int64_t q_stride, k_stride, table_stride;
+  int32_t tokens, q_heads, kv_heads, head_dim, dtype, threads;
+};
+
+struct GateCall {  // out = silu(x[:, :size]) * x[:, size:]
+  const void* x;
+  void* out;
+  int64_t x_stride, out_stride;
+  int32_t rows, size, dtype, threads;
+};
+
 struct Kernels {
   void (*attention)(Batch&, const LayerCall&);
+  bool (*linear)(const LinearCall&);  // false without memory
+  void (*norm)(const NormCall&);
+  void (*rope)(const RopeCall&);
+  void (*gate)(const GateCall&);
 };
 
 // Floats of one partial result: 16 lanes of O, then their maxima and sums.
-inline int padded(int n, int to) { return (n + to - 1) / to * to; }
 inline size_t partial_floats(int head_dim) { return (size_t)(padded(head_dim, 32) + 2) * kLanes; }
 size_t scratch_bytes(int head_dim);
+void* thread_scratch(size_t bytes);  // this thread's, valid until its next call; null without memory
+
+// Packed weights: tiles of 256 words, [outputs / 32][steps][2 panels of 16 outputs][16][16 outputs]; a word is a float,
+// or two bf16 inputs, so that a step is 16 inputs or 32. Outputs and inputs are padded with zeros. Gated weights
+// alternate panels of gate and up.
+constexpr int kPanel = 16, kTileWords = 256;
+inline int input_steps(int inputs, int dtype) { return dtype == kBfloat16 ? (inputs + 31) / 32 : (inputs + 15) / 16; }
+inline int panels_of(int outputs, int gated) {
+  return gated ? (outputs / 2 + kPanel - 1) / kPanel * 2 : padded(outputs, 2 * kPanel) / kPanel;
+}
 
 extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_amx;
 const Kernels& kernels_of(int isa);

@@ -2,12 +2,10 @@
 // versions, so that stores may be moved behind them; these do.
 #pragma once
 
-#include <stdint.h>
+#include "interface.h"
 
 namespace radixfleet {
 namespace {
-
-constexpr int kTileWords = 256;  // 16 rows of 64 bytes
 
 struct __attribute__((packed)) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};

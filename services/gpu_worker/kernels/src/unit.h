@@ -1,14 +1,12 @@
 // One instruction-set unit: every kernel compiled for one kind of processor, behind one table.
 #pragma once
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 #include "attention.h"
 #include "engine_vector.h"
+#include "linear.h"
 #if defined(RF_AMX)
 #include "engine_amx.h"
+#include "linear_amx.h"
 #endif
 
 namespace radixfleet {
@@ -16,10 +14,13 @@ namespace {
 
 #if defined(RF_AMX)
 using Bf16Engine = AmxEngine;
+using Bf16Linear = AmxLinear;
 #elif defined(__AVX512BF16__)
 using Bf16Engine = PairEngine;
+using Bf16Linear = VectorLinear<PairForm>;
 #else
 using Bf16Engine = VectorEngine<bf16>;
+using Bf16Linear = VectorLinear<PairForm>;
 #endif
 
 void run_attention(Batch& batch, const LayerCall& call) {
@@ -27,7 +28,16 @@ void run_attention(Batch& batch, const LayerCall& call) {
   else attention<VectorEngine<float>>(batch, call);
 }
 
+bool run_linear(const LinearCall& c) {
+  return c.dtype == kBfloat16 ? linear<Bf16Linear>(c) : linear<VectorLinear<FloatForm>>(c);
+}
+void run_norm(const NormCall& c) { c.dtype == kBfloat16 ? norm_rows<bf16>(c) : norm_rows<float>(c); }
+void run_rope(const RopeCall& c) { c.dtype == kBfloat16 ? rotate_rows<bf16>(c) : rotate_rows<float>(c); }
+void run_gate(const GateCall& c) { c.dtype == kBfloat16 ? gate_rows<bf16>(c) : gate_rows<float>(c); }
+
 }  // namespace
 }  // namespace radixfleet
 
-#define RF_UNIT(name) const radixfleet::Kernels radixfleet::name = {radixfleet::run_attention};
+#define RF_UNIT(name)                                                                          \
+  const radixfleet::Kernels radixfleet::name = {radixfleet::run_attention, radixfleet::run_linear, \
+                                                radixfleet::run_norm, radixfleet::run_rope, radixfleet::run_gate};

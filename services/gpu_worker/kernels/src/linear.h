@@ -1,0 +1,214 @@
+// Matrix products of few rows over packed weights. Leaves the packing to pack.cpp and large batches to the caller.
+//
+// Weights lie in the order in which they are read (interface.h), so that one pass over memory serves all rows. Each
+// output is one sum over the inputs in order, by the same instructions whatever the number of rows, their place and the
+// threads: a row's result does not depend on the others.
+#pragma once
+
+#include "rows.h"
+
+namespace radixfleet {
+namespace {
+
+constexpr int kSharedRows = 32;  // more rows than this are prepared by all threads together, then awaited
+
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// c[r][panel * 16 + lane] of R rows and P panels: one panel, a pair or two pairs that lie pair_words apart.
+template <class Form, int R, int P>
+inline void panel_product(const typename Form::Left* x, int64_t x_stride, const typename Form::Right* w, int64_t pair_words,
+                          int steps, float* c, int64_t c_stride) {
+  Vec acc[R][P][kVectors] = {};
+  for (int step = 0; step < steps; step++, w += 2 * kTileWords, x += 16)
+    for (int k = 0; k < 16; k++)
+      for (int p = 0; p < P; p++) {
+        const typename Form::Right* at = w + p / 2 * pair_words + p % 2 * kTileWords + k * kPanel;
+        prefetch(at + 6 * kTileWords);
+        for (int j = 0; j < kVectors; j++) {
+          const auto lanes = load_as<typename Form::Lanes>(at + j * kWidth);
+          for (int r = 0; r < R; r++) acc[r][p][j] = Form::step(acc[r][p][j], lanes, x[r * x_stride + k]);
+        }
+      }
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < P; p++)
+      for (int j = 0; j < kVectors; j++) store(c + r * c_stride + p * kPanel + j * kWidth, acc[r][p][j]);
+}
+
+struct FloatForm {
+  using Left = float;
+  using Right = float;
+  using Lanes = Vec;
+  using Storage = float;
+  static Vec step(Vec acc, Vec b, float a) { return acc + b * a; }
+  static constexpr Dtype kDtype = kFloat32;
+  static void pack(const float* row, int inputs, Left* dst) {
+    memcpy(dst, row, inputs * 4);
+    memset(dst + inputs, 0, (padded(inputs, 16) - inputs) * 4);
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct PairForm {
+  using Left = uint32_t;
+  using Right = uint32_t;
+  using Lanes = Uint;
+  using Storage = bf16;
+  static Vec step(Vec acc, Uint b, uint32_t a) {
+    return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)_mm512_set1_epi32((int)a));
+  }
+  static constexpr Dtype kDtype = kBfloat16;
+  static void pack(const bf16* row, int inputs, Left* dst) {
+    memcpy(dst, row, inputs * 2);
+    memset((bf16*)dst + inputs, 0, (padded(inputs, 32) - inputs) * 2);
+  }
+};
+#else
+struct PairForm {  // without the instruction: two inputs in fp32
+  struct Left {
+    float even, odd;
+  };
+  using Right = uint32_t;
+  using Lanes = Uint;
+  using Storage = bf16;
+  static Vec step(Vec acc, Uint b, Left a) {
+    acc = acc + (Vec)(b << 16) * a.even;
+    return acc + (Vec)(b & 0xffff0000u) * a.odd;
+  }
+  static constexpr Dtype kDtype = kBfloat16;
+  static void pack(const bf16* row, int inputs, Left* dst) {
+    float* to = (float*)dst;
+    for (int i = 0; i < inputs; i++) to[i] = to_float(row[i]);
+    for (int i = inputs; i < padded(inputs, 32); i++) to[i] = 0;
+  }
+};
+#endif
+
+// Vector products: prepared rows are [rows][words of the padded inputs].
+template <class F>
+struct VectorLinear {
+  using Storage = typename F::Storage;
+  using Left = typename F::Left;
+  using Right = typename F::Right;
+  static constexpr int kPanels = kWidth == 16 ? 4 : kWidth == 8 ? 2 : 1;  // at a time
+  static void begin() {}
+  static void end() {}
+  static int words(const LinearCall& c) { return input_steps(c.inputs, F::kDtype) * 16; }
+  static size_t prepared_bytes(const LinearCall& c) { return (size_t)c.rows * words(c) * sizeof(Left); }
+  static void pack_row(const LinearCall& c, const Storage* row, int m, char* prepared) {
+    F::pack(row, c.inputs, (Left*)prepared + (int64_t)m * words(c));
+  }
+  static void clear_tail(const LinearCall&, char*) {}
+
+  template <int P>
+  static void all_rows(const Left* x, const Right* w, int steps, int rows, float* c, int64_t stride) {
+    constexpr int kMost = kWidth == 16 ? 4 : kWidth == 8 ? 2 : 1;
+    const int64_t depth = steps * 16, pair = (int64_t)steps * 2 * kTileWords;
+    int m = 0;
+    for (; m + kMost <= rows; m += kMost) panel_product<F, kMost, P>(x + m * depth, depth, w, pair, steps, c + m * stride, stride);
+    for (; m < rows; m++) panel_product<F, 1, P>(x + m * depth, depth, w, pair, steps, c + m * stride, stride);
+  }
+  // c[rows][panels * 16] of `rows` (at most 32) rows from row m and an even number of panels.
+  static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* weight, int panels, float* c) {
+    const int steps = words(call) / 16;
+    const Left* x = (const Left*)prepared + (int64_t)m * words(call);
+    const Right* w = (const Right*)weight;
+    const int64_t pair = (int64_t)steps * 2 * kTileWords, stride = panels * kPanel;
+    int p = 0;
+    for (; p + kPanels <= panels; p += kPanels)
+      all_rows<kPanels>(x, w + p / 2 * pair + p % 2 * kTileWords, steps, rows, c + p * kPanel, stride);
+    for (; p < panels; p++) all_rows<1>(x, w + p / 2 * pair + p % 2 * kTileWords, steps, rows, c + p * kPanel, stride);
+  }
+};
+
+// One row of a block: bias, gate, residual, and the output's type. Columns beyond `count` are not written.
+template <class Out>
+inline void write_columns(const Out* residual, const float* values, int count, Out* out) {
+  int i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    Vec v = load(values + i);
+    if (residual) v += load_wide(residual + i);
+    store_narrow(out + i, v);
+  }
+  for (; i < count; i++) {
+    const float v = values[i] + (residual ? wide_scalar(residual[i]) : 0);
+    out[i] = narrow_scalar<Out>(v);
+  }
+}
+
+template <class Out>
+void write_block(const LinearCall& c, float* values, int m, int rows, int panel, int panels) {
+  const int columns = c.gated ? c.outputs / 2 : c.outputs, first = c.gated ? panel / 2 * kPanel : panel * kPanel;
+  const int have = panels * kPanel / (c.gated ? 2 : 1), count = columns - first < have ? columns - first : have;
+  for (int r = 0; r < rows; r++) {
+    float* row = values + (int64_t)r * panels * kPanel;
+    if (c.bias)
+      for (int i = 0; i < panels * kPanel; i += kWidth) store(row + i, load(row + i) + load(c.bias + panel * kPanel + i));
+    if (c.gated)
+      for (int p = 0; p < panels; p += 2)
+        for (int j = 0; j < kPanel; j += kWidth)
+          store(row + p / 2 * kPanel + j, silu(load(row + p * kPanel + j)) * load(row + (p + 1) * kPanel + j));
+    const Out* residual = c.residual ? (const Out*)c.residual + (m + r) * c.residual_stride + first : nullptr;
+    write_columns(residual, row, count, (Out*)c.out + (m + r) * c.out_stride + first);
+  }
+}
+
+template <class Product>
+void prepare_rows(const LinearCall& c, int first, int last, char* prepared, typename Product::Storage* normed) {
+  using T = typename Product::Storage;
+  for (int m = first; m < last; m++) {
+    const T* row = (const T*)c.x + m * c.x_stride;
+    if (c.norm) normalise(row, (const T*)c.norm, c.inputs, c.eps, normed);
+    Product::pack_row(c, c.norm ? normed : row, m, prepared);
+  }
+}
+
+// A panel pair is read once for all rows: from memory for the first 32, from a cache for the others.
+template <class Product>
+void run_panels(const LinearCall& c, const char* prepared, int panel, int panels, float* values) {
+  const int64_t pair = (int64_t)input_steps(c.inputs, c.dtype) * 2 * kTileWords;
+  const uint32_t* weight = (const uint32_t*)c.weight + panel / 2 * pair;
+  for (int m = 0; m < c.rows; m += 32) {
+    const int rows = c.rows - m < 32 ? c.rows - m : 32;
+    Product::block(c, prepared, m, rows, weight, panels, values);
+    if (c.out_dtype == kBfloat16) write_block<bf16>(c, values, m, rows, panel, panels);
+    else write_block<float>(c, values, m, rows, panel, panels);
+  }
+}
+
+constexpr int kChunkPanels = 4;
+
+// Few rows are prepared by every thread for itself, which costs less than waiting for each other.
+template <class Product>
+bool linear(const LinearCall& c) {
+  const int panels = panels_of(c.outputs, c.gated), chunks = (panels + kChunkPanels - 1) / kChunkPanels;
+  const size_t rows_bytes = (Product::prepared_bytes(c) + 4095) / 4096 * 4096;
+  const size_t value_bytes = 32 * kChunkPanels * kPanel * 4, own = padded(value_bytes + c.inputs * 4, 4096);
+  const bool shared = c.rows > kSharedRows;
+  char* const scratch = (char*)thread_scratch(own * c.threads + rows_bytes * (shared ? 1 : c.threads));
+  if (!scratch) return false;
+#pragma omp parallel num_threads(c.threads)
+  {
+    const int thread = thread_number(), threads = thread_count();
+    float* values = (float*)(scratch + own * thread);
+    auto* normed = (typename Product::Storage*)((char*)values + value_bytes);
+    char* prepared = scratch + own * c.threads + (shared ? 0 : rows_bytes * thread);
+    const int first = shared ? (int)((int64_t)c.rows * thread / threads) : 0;
+    const int last = shared ? (int)((int64_t)c.rows * (thread + 1) / threads) : c.rows;
+    Product::begin();
+    if (!shared || thread == 0) Product::clear_tail(c, prepared);
+    prepare_rows<Product>(c, first, last, prepared, normed);
+    if (shared) {
+#pragma omp barrier
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int i = 0; i < chunks; i++) {
+      const int panel = i * kChunkPanels;
+      run_panels<Product>(c, prepared, panel, panels - panel < kChunkPanels ? panels - panel : kChunkPanels, values);
+    }
+    Product::end();
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace radixfleet

@@ -1,0 +1,116 @@
+// Products of bf16 rows on AMX tiles over the packed panels of linear.h. Leaves everything around them to linear.h.
+//
+//   C[16 rows][16 outputs] += X[16 rows][32 inputs] * W[16 pairs of inputs][16 outputs][2]
+//
+// A panel's 32 inputs are one tile of W as they lie in memory; x is laid out in tiles once, [rows / 16][inputs / 32].
+#pragma once
+
+#include "linear.h"
+#include "tiles.h"
+
+namespace radixfleet {
+namespace {
+
+struct AmxLinear {
+  using Storage = bf16;
+  static void begin() { full_tiles(); }
+  static void end() { release_tiles(); }
+  static int steps(const LinearCall& c) { return input_steps(c.inputs, kBfloat16); }
+  static size_t prepared_bytes(const LinearCall& c) { return (size_t)padded(c.rows, 16) * steps(c) * 64; }
+
+  static void pack_row(const LinearCall& c, const bf16* row, int m, char* prepared) {
+    bf16* dst = (bf16*)prepared + (int64_t)(m / 16) * steps(c) * 512 + m % 16 * 32;
+    for (int i = 0; i < c.inputs; i += 32, dst += 512) {
+      const int n = c.inputs - i;
+      _mm512_storeu_si512(dst, n >= 32 ? _mm512_loadu_si512(row + i) : _mm512_maskz_loadu_epi16((1u << n) - 1, row + i));
+    }
+  }
+  // Rows that fill up the last tile.
+  static void clear_tail(const LinearCall& c, char* prepared) {
+    const int from = c.rows % 16;
+    if (from == 0) return;
+    bf16* tile = (bf16*)prepared + (int64_t)(c.rows / 16) * steps(c) * 512;
+    for (int k = 0; k < steps(c); k++, tile += 512) memset(tile + from * 32, 0, (16 - from) * 64);
+  }
+
+  static constexpr int kAhead = 8 * kTileWords;  // words of weights fetched ahead of use
+
+  static void prefetch_tile(const uint32_t* w) {
+    for (int line = 0; line < 16; line++) prefetch(w + line * 16);
+  }
+
+  // Two steps in a row go to one accumulator, which is faster than changing it.
+  template <int C>
+  static void two_steps(const uint32_t* w, bool two) {
+    prefetch_tile(w + kAhead);
+    load_tile<6>(w, 64);
+    multiply<C, 4, 6>();
+    if (!two) return;
+    prefetch_tile(w + kAhead + 2 * kTileWords);
+    load_tile<7>(w + 2 * kTileWords, 64);
+    multiply<C, 5, 7>();
+  }
+  // 16 rows by one pair of panels, or two pairs.
+  template <int Pairs>
+  static void one_row_tile(const bf16* x, const uint32_t* w, int steps, float* c, int64_t stride) {
+    const uint32_t* v = w + (int64_t)steps * 2 * kTileWords;
+    zero_tile<0>();
+    zero_tile<1>();
+    if (Pairs > 1) zero_tile<2>();
+    if (Pairs > 1) zero_tile<3>();
+    for (int k = 0; k < steps; k += 2, x += 1024, w += 4 * kTileWords, v += 4 * kTileWords) {
+      const bool two = k + 1 < steps;
+      load_tile<4>(x, 64);
+      if (two) load_tile<5>(x + 512, 64);
+      two_steps<0>(w, two);
+      two_steps<1>(w + kTileWords, two);
+      if (Pairs > 1) two_steps<2>(v, two);
+      if (Pairs > 1) two_steps<3>(v + kTileWords, two);
+    }
+    store_tile<0>(c, stride);
+    store_tile<1>(c + 16, stride);
+    if (Pairs > 1) store_tile<2>(c + 32, stride);
+    if (Pairs > 1) store_tile<3>(c + 48, stride);
+  }
+
+  // 32 rows by one pair of panels.
+  static void two_row_tiles(const bf16* x, const uint32_t* w, int steps, float* c, int64_t stride) {
+    const bf16* y = x + (int64_t)steps * 512;
+    zero_tile<0>();
+    zero_tile<1>();
+    zero_tile<2>();
+    zero_tile<3>();
+    for (int k = 0; k < steps; k++, x += 512, y += 512, w += 2 * kTileWords) {
+      prefetch_tile(w + kAhead);
+      prefetch_tile(w + kAhead + kTileWords);
+      load_tile<4>(x, 64);
+      load_tile<6>(w, 64);
+      multiply<0, 4, 6>();
+      load_tile<7>(w + kTileWords, 64);
+      multiply<1, 4, 7>();
+      load_tile<5>(y, 64);
+      multiply<2, 5, 6>();
+      multiply<3, 5, 7>();
+    }
+    store_tile<0>(c, stride);
+    store_tile<1>(c + 16, stride);
+    store_tile<2>(c + 4 * stride, stride);
+    store_tile<3>(c + 4 * stride + 16, stride);
+  }
+
+  static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* w, int panels, float* c) {
+    const int n = steps(call);
+    const bf16* x = (const bf16*)prepared + (int64_t)(m / 16) * n * 512;
+    const int64_t pair = (int64_t)n * 2 * kTileWords, stride = panels * kPanel * 4;
+    int p = 0;
+    if (rows <= 16)
+      for (; p + 4 <= panels; p += 4) one_row_tile<2>(x, w + p / 2 * pair, n, c + p * kPanel, stride);
+    for (; p < panels; p += 2) {
+      if (rows <= 16) one_row_tile<1>(x, w + p / 2 * pair, n, c + p * kPanel, stride);
+      else two_row_tiles(x, w + p / 2 * pair, n, c + p * kPanel, stride);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace radixfleet

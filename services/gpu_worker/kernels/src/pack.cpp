@@ -1,0 +1,72 @@
+// Lays weights out for linear.h, and hands the remaining calls to the units. Leaves the products to them.
+#include <stdlib.h>
+#include <string.h>
+
+#include "interface.h"
+
+namespace radixfleet {
+
+// A thread's memory between calls, freed with the thread.
+struct Scratch {
+  void* memory = nullptr;
+  size_t size = 0;
+  ~Scratch() { free(memory); }
+};
+
+void* thread_scratch(size_t bytes) {
+  static thread_local Scratch scratch;
+  if (bytes > scratch.size) {
+    free(scratch.memory);
+    const size_t size = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    scratch.memory = aligned_alloc(4096, size);
+    scratch.size = scratch.memory ? size : 0;
+  }
+  return scratch.memory;
+}
+
+namespace {
+
+// Row of W that output `column` of panel `panel` holds, -1 for padding. Gated weights alternate panels of gate and up.
+int64_t source_row(int panel, int column, int outputs, bool gated) {
+  const int half = outputs / 2, limit = gated ? half : outputs;
+  const int row = (gated ? panel / 2 : panel) * 16 + column;
+  if (row >= limit) return -1;
+  return gated && panel % 2 ? row + half : row;
+}
+
+// words: of one row of W; the rest of the steps is padding.
+void pack(const uint32_t* weight, int words, int steps, int outputs, bool gated, uint32_t* dst) {
+  const int panels = panels_of(outputs, gated);
+#pragma omp parallel for schedule(static)
+  for (int p = 0; p < panels; p++) {
+    uint32_t* panel = dst + ((int64_t)(p / 2) * steps * 2 + p % 2) * kTileWords;
+    for (int column = 0; column < kPanel; column++) {
+      const int64_t row = source_row(p, column, outputs, gated);
+      for (int k = 0; k < steps * 16; k++) {
+        const bool real = row >= 0 && k < words;
+        panel[(int64_t)(k / 16) * 2 * kTileWords + k % 16 * kPanel + column] = real ? weight[row * words + k] : 0;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace radixfleet
+
+using namespace radixfleet;
+
+RF_EXPORT int64_t rf_packed_bytes(int outputs, int inputs, int dtype, int gated) {
+  return (int64_t)panels_of(outputs, gated) * input_steps(inputs, dtype) * kTileWords * 4;
+}
+
+// weight: contiguous [outputs][inputs]; bf16 needs an even number of inputs.
+RF_EXPORT void rf_pack_weight(const void* weight, int outputs, int inputs, int dtype, int gated, void* dst) {
+  const int words = dtype == kBfloat16 ? inputs / 2 : inputs;
+  pack((const uint32_t*)weight, words, input_steps(inputs, dtype), outputs, gated, (uint32_t*)dst);
+}
+
+// 0, or -1 without memory.
+RF_EXPORT int rf_linear(int isa, const LinearCall* call) { return kernels_of(isa).linear(*call) ? 0 : -1; }
+RF_EXPORT void rf_norm(int isa, const NormCall* call) { kernels_of(isa).norm(*call); }
+RF_EXPORT void rf_rope(int isa, const RopeCall* call) { kernels_of(isa).rope(*call); }
+RF_EXPORT void rf_gate(int isa, const GateCall* call) { kernels_of(isa).gate(*call); }

@@ -1,0 +1,104 @@
+"""A linear layer over weights packed once for the CPU's own kernels. Leaves the plain layer to `linear`."""
+
+from __future__ import annotations
+
+import torch
+
+from services.gpu_worker.kernels import NativeUnavailable
+from services.gpu_worker.kernels.library import DTYPES, Library, LinearCall
+
+
+class PackedLinear:
+    """y = x W^T + b for weight [out, in], bias [out] or None; fp32 or bf16 on CPU.
+
+    A row's result does not depend on the other rows or the number of threads: the same bits alone and in any batch.
+    `gated`: the weight holds gate over up, and forward returns silu(gate) * up, [rows, out / 2].
+    The weight is copied; the caller may drop its own. Raises NativeUnavailable for what the kernels cannot take.
+    """
+
+    def __init__(
+        self, kernels: Library, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False
+    ) -> None:
+        outputs, inputs = weight.shape
+        if weight.device.type != "cpu" or weight.dtype not in DTYPES:
+            raise NativeUnavailable(f"no packed product for {weight.dtype} on {weight.device.type}")
+        if weight.dtype == torch.bfloat16 and inputs % 2:
+            raise NativeUnavailable(f"no packed product for an odd number of inputs ({inputs})")
+        if gated and outputs % 2:
+            raise ValueError(f"gated weights come in halves, not {outputs} rows")
+        self.dtype = weight.dtype
+        self.inputs = inputs
+        self.outputs = outputs // 2 if gated else outputs
+        self._run = kernels.functions.rf_linear
+        self._isa = kernels.isa_id
+        self._packed = _pack(kernels, weight, gated)
+        self._bias = None if bias is None else _panel_order(bias, gated)
+        self._call = LinearCall(
+            weight=self._packed.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            outputs=outputs,
+            inputs=inputs,
+            dtype=DTYPES[weight.dtype],
+            gated=gated,
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        float32: bool = False,
+    ) -> torch.Tensor:
+        """x [rows, in] -> [rows, out] in x's dtype, or fp32 when asked; not thread-safe.
+
+        norm [in]: x is RMS-normalised by it first, x itself staying as it is. residual [rows, out]: added to the
+        result; it may be `out` itself.
+        """
+        if x.dtype != self.dtype or x.shape[1] != self.inputs or x.stride(1) != 1:
+            raise ValueError(f"x {tuple(x.shape)} of {x.dtype} does not fit {self.inputs} inputs of {self.dtype}")
+        dtype = torch.float32 if float32 else self.dtype
+        if out is None:
+            out = torch.empty((x.shape[0], self.outputs), dtype=dtype)
+        for tensor in (out, residual):
+            if tensor is not None and (tensor.dtype != dtype or tensor.shape != out.shape or tensor.stride(1) != 1):
+                raise ValueError("out and residual must have the result's shape and dtype")
+        if out.shape != (x.shape[0], self.outputs) or (norm is not None and norm.dtype != self.dtype):
+            raise ValueError("out or norm does not fit")
+        call = self._call
+        call.x, call.x_stride, call.rows = x.data_ptr(), x.stride(0), x.shape[0]
+        call.out, call.out_stride, call.out_dtype = out.data_ptr(), out.stride(0), DTYPES[dtype]
+        call.norm, call.eps = None if norm is None else norm.data_ptr(), eps
+        call.residual = None if residual is None else residual.data_ptr()
+        call.residual_stride = 0 if residual is None else residual.stride(0)
+        call.threads = torch.get_num_threads()
+        if self._run(self._isa, call):
+            raise MemoryError("no memory for a matrix product")
+        return out
+
+    __call__ = forward
+
+
+def _pack(kernels: Library, weight: torch.Tensor, gated: bool) -> torch.Tensor:
+    functions, (outputs, inputs), dtype = kernels.functions, weight.shape, DTYPES[weight.dtype]
+    packed = _aligned(functions.rf_packed_bytes(outputs, inputs, dtype, gated))
+    weight = weight.contiguous()
+    functions.rf_pack_weight(weight.data_ptr(), outputs, inputs, dtype, gated, packed.data_ptr())
+    return packed
+
+
+def _aligned(size: int) -> torch.Tensor:
+    """Uninitialised bytes at a multiple of 4096, where a tile never straddles cache lines or pages."""
+    memory = torch.empty(size + 4096, dtype=torch.uint8)
+    start = -memory.data_ptr() % 4096
+    return memory[start : start + size]
+
+
+def _panel_order(bias: torch.Tensor, gated: bool) -> torch.Tensor:
+    """The bias as fp32 in the order of the packed panels of 16, padded with zeros to pairs of them."""
+    halves = bias.float().chunk(2) if gated else (bias.float(),)
+    multiple = 16 if gated else 32
+    padded = [torch.nn.functional.pad(half, (0, -half.shape[0] % multiple)) for half in halves]
+    return torch.stack([half.view(-1, 16) for half in padded], dim=1).reshape(-1).contiguous()
