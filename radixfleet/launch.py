@@ -63,7 +63,10 @@ class _Launch:
     async def run(self) -> int:
         self._signals = StopSignals(self._insist)
         try:
+            _check_files(self._options)
             model = await self._model_folder()
+            if not self._options.variable("tokenizer_path") and not (model / "tokenizer.json").is_file():
+                raise CommandError(f"{model} has no tokenizer.json; name a folder that has one with --tokenizer-path")
             with run_folder(self._options.run_dir) as folder:
                 await self._live(model, folder)
         except _Stopped:
@@ -180,3 +183,13 @@ class _Launch:
         if resolver.returncode != 0:
             raise CommandError("")  # the resolver has said why
         return Path(text.decode().strip())
+
+
+def _check_files(options: ServeOptions) -> None:
+    """What the services would find missing only after the heavy work. Raises CommandError."""
+    tokenizer = options.variable("tokenizer_path")
+    if tokenizer and not Path(tokenizer).is_file() and not (Path(tokenizer) / "tokenizer.json").is_file():
+        raise CommandError(f"--tokenizer-path {tokenizer}: no tokenizer.json there")
+    template = options.variable("chat_template")
+    if template and not Path(template).is_file():
+        raise CommandError(f"--chat-template {template}: no such file")
