@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from services.gpu_worker.attention.base import AttentionBackend
+from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.model_runner import LoadedModel
 from services.gpu_worker.models.config import ModelError, UnsupportedModel
+from services.gpu_worker.models.trial import check_history
 from tests.gpu_worker.tiny_models import (
     OTHER_MODELS,
     SMALL,
@@ -113,9 +116,30 @@ REFUSED = {
         {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 2, "head_dim": 16},
         "s_aux",
     ),
+    "a table of attention classes": (
+        {"architectures": ["FalconForCausalLM"], "model_type": "falcon"},
+        "does not take an attention function",
+    ),
     "attention of its own": (
         {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"},
         "does not take an attention function",
+    ),
+    "linear attention": (
+        {"architectures": ["MiniMaxForCausalLM"], "model_type": "minimax", "num_local_experts": 2},
+        r"only layers \[.*\] of 2 keep their state",
+    ),
+    "convolutions": (
+        {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        r"only layers \[1\] of 2 keep their state",
+    ),
+    "a state beside attention": (
+        {
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "model_type": "granitemoehybrid",
+            "layer_types": ["attention", "attention"],
+            "num_local_experts": 2,
+        },
+        "keeps state outside keys and values",
     ),
     "recurrent state": (
         {"architectures": ["MambaForCausalLM"], "model_type": "mamba"},
@@ -135,7 +159,7 @@ REFUSED = {
             "head_dim": 16,
             "intermediate_size_mlp": 64,
         },
-        "something else than order",
+        "more than order and a sliding window",
     ),
 }
 
@@ -166,3 +190,23 @@ def test_dummy_weights_repeat(tmp_path: Path) -> None:
     tokens = random_tokens(9, seed=1)
     first, second = (Session(load(tmp_path, load_format="dummy")).step([(Sequence(tokens), 9)]) for _ in range(2))
     assert torch.equal(first, second)
+
+
+class Forgetful:
+    """A model whose logits depend on what came in the same step, not on the cache."""
+
+    def __init__(self, *, forgets: bool) -> None:
+        self.forgets = forgets
+
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        attention.plan(batch)
+        seen = torch.arange(batch.num_tokens) if self.forgets else batch.positions
+        return seen[batch.logit_rows].float()[:, None].expand(-1, 4)
+
+
+def test_a_state_outside_the_cache_is_found_by_the_trial(tmp_path: Path) -> None:
+    save_model("olmo2", tmp_path)
+    config = load(tmp_path).config
+    check_history(Forgetful(forgets=False), config, torch.device("cpu"))
+    with pytest.raises(UnsupportedModel, match="other logits in chunks than at once"):
+        check_history(Forgetful(forgets=True), config, torch.device("cpu"))

@@ -90,24 +90,19 @@ class AttentionProbe:
     def __init__(self) -> None:
         self.name = f"radixfleet_probe_{next(_numbers)}"
         self._layers: dict[int, LayerShape] = {}
-        self._mask_windows: set[int] = set()
+        self._masks: list[tuple[torch.Tensor, int | None]] = []  # marker, window; None: no mask we know
         AttentionInterface.register(self.name, self._attend)
         AttentionMaskInterface.register(self.name, self._mask)
 
-    def layers(self, expected: int, max_context: int) -> list[LayerShape]:
+    def layers(self, expected: int) -> list[LayerShape]:
         """What was seen, layer by layer. Raises UnsupportedModel unless all `expected` layers share one shape."""
         if sorted(self._layers) != list(range(expected)):
             raise UnsupportedModel(
                 f"only layers {sorted(self._layers)} of {expected} keep their state in keys and values"
             )
         found = [self._layers[layer] for layer in range(expected)]
-        if len({(layer.kv_heads, layer.dim) for layer in found}) > 1:
-            raise UnsupportedModel("layers differ in the shape of their keys")
-        asked = {layer.spec.sliding_window for layer in found}
-        if {w for w in asked if 0 < w < max_context} != {w for w in self._mask_windows if 0 < w < max_context}:
-            raise UnsupportedModel(
-                f"layers ask for windows {sorted(asked)}, their masks for {sorted(self._mask_windows)}"
-            )
+        if len({(layer.heads, layer.kv_heads, layer.dim) for layer in found}) > 1:
+            raise UnsupportedModel("layers differ in the shape of their queries or keys")
         return found
 
     def _attend(
@@ -124,24 +119,45 @@ class AttentionProbe:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         layer = _layer_index(module, self._layers)
-        _refuse_extras(module, attention_mask, kwargs)
+        _refuse_extras(module, kwargs)
         if query.shape[2] != key.shape[2] or value.shape[-1] > key.shape[-1] or query.shape[-1] != key.shape[-1]:
             raise UnsupportedModel(f"layer {layer} attends with shapes {query.shape}, {key.shape}, {value.shape}")
         dim = query.shape[-1]
         spec = AttentionSpec(
             scale=float(dim**-0.5 if scaling is None else scaling),
-            sliding_window=int(sliding_window or 0),
+            sliding_window=self._window(layer, attention_mask, int(sliding_window or 0)),
             soft_cap=float(softcap or 0.0),
         )
         self._layers[layer] = LayerShape(query.shape[1], key.shape[1], dim, value.shape[-1], spec)
         return query.new_zeros((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])), None
 
-    def _mask(self, mask_function: Callable[..., Any], local_size: int | None = None, **_: Any) -> None:
-        """Called where a model builds a mask: note its window, refuse what is neither causal nor a window."""
+    def _mask(
+        self,
+        mask_function: Callable[..., Any],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        local_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Called where a model builds a mask; returns a marker that tells which mask reaches a layer."""
         window = int(local_size or 0)
-        if not _is_causal_window(mask_function, window):
-            raise UnsupportedModel("the model masks attention by something else than order and a sliding window")
-        self._mask_windows.add(window)
+        marker = torch.zeros((1, 1, PROBE_TOKENS, PROBE_TOKENS), dtype=dtype, device=device)
+        self._masks.append((marker, window if _is_causal_window(mask_function, window) else None))
+        return marker
+
+    def _window(self, layer: int, mask: torch.Tensor | None, asked: int) -> int:
+        """The window of the mask that came, which must not contradict the window the layer asks for."""
+        if mask is None:
+            return asked
+        for marker, window in self._masks:
+            if marker.untyped_storage().data_ptr() != mask.untyped_storage().data_ptr():
+                continue
+            if window is None:
+                raise UnsupportedModel(f"layer {layer} masks attention by more than order and a sliding window")
+            if asked not in (0, window):
+                raise UnsupportedModel(f"layer {layer} asks for a window of {asked}, its mask has {window}")
+            return window
+        raise UnsupportedModel(f"layer {layer} brings an attention mask of its own")
 
 
 def _layer_index(module: torch.nn.Module, seen: dict[int, LayerShape]) -> int:
@@ -153,10 +169,8 @@ def _layer_index(module: torch.nn.Module, seen: dict[int, LayerShape]) -> int:
     return layer
 
 
-def _refuse_extras(module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+def _refuse_extras(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     name = type(module).__name__
-    if mask is not None:
-        raise UnsupportedModel(f"{name} brings an attention mask of its own")
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel(f"{name} is not causal")
     extras = sorted(key for key, value in kwargs.items() if key not in HARMLESS and value is not None)

@@ -23,6 +23,7 @@ from services.gpu_worker.models.transformers_attention import (
     AttentionProbe,
     LayerShape,
 )
+from services.gpu_worker.models.trial import check_history
 
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
@@ -85,7 +86,7 @@ def load_transformers(folder: ModelFolder, options: LoadOptions) -> tuple[ModelC
     context = limit_context(_native_context(text), options.context_length, extendable=_is_dynamic(model))
     _pin_rope(model, context)
     vocab_size = _probe(model, options.device)
-    layers = probe.layers(int(text.num_hidden_layers), context)
+    layers = probe.layers(int(text.num_hidden_layers))
     model.set_attn_implementation(bridge.name)
     specs = tuple(layer.spec for layer in layers)
     config = ModelConfig(
@@ -103,7 +104,9 @@ def load_transformers(folder: ModelFolder, options: LoadOptions) -> tuple[ModelC
         attention=specs,
         deterministic=options.deterministic,
     )
-    return config, TransformersModel(model, bridge, specs, token_by_token=options.deterministic)
+    served = TransformersModel(model, bridge, specs, token_by_token=options.deterministic)
+    check_history(served, config, options.device)
+    return config, served
 
 
 def _build(folder: ModelFolder, dtype: torch.dtype, attention: str, *, dummy: bool) -> Any:
@@ -125,7 +128,9 @@ def _build(folder: ModelFolder, dtype: torch.dtype, attention: str, *, dummy: bo
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (ValueError, OSError, KeyError, ImportError) as error:
+    except KeyError as error:  # an older table of attention classes
+        raise UnsupportedModel(f"{folder.architecture} does not take an attention function") from error
+    except (ValueError, OSError, ImportError) as error:
         raise UnsupportedModel(f"{folder.path}: transformers cannot load it: {error}") from error
     model, info = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -138,6 +143,8 @@ def _refuse_foreign_state(model: Any, text: Any) -> None:
     name = type(model).__name__
     if not model._supports_attention_backend:
         raise UnsupportedModel(f"{name} does not take an attention function")
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModel(f"{name} keeps state outside keys and values")
     if getattr(text, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} has an encoder")
     if getattr(text, "num_kv_shared_layers", 0):
