@@ -7,12 +7,13 @@ from array import array
 from collections.abc import Iterable
 
 ITEM_BYTES = 4
+_SWAP = sys.byteorder == "big"
 
 
 def pack(values: Iterable[int]) -> bytes:
     """int32 little endian bytes of `values`. Raises OverflowError outside int32."""
-    column = values if isinstance(values, array) and values.typecode == "i" else array("i", values)
-    if sys.byteorder == "big":
+    column = values if type(values) is array and values.typecode == "i" else array("i", values)
+    if _SWAP:
         column = array("i", column)
         column.byteswap()
     return column.tobytes()
@@ -22,7 +23,7 @@ def unpack(data: bytes | bytearray | memoryview) -> array[int]:
     """The values behind `pack`. Raises ValueError where the length is no multiple of four."""
     column = array("i")
     column.frombytes(data)
-    if sys.byteorder == "big":
+    if _SWAP:
         column.byteswap()
     return column
 

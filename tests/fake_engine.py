@@ -1,7 +1,7 @@
 """A worker's inside without a model: pages hold tokens, the next token is a hash of all tokens found in them.
 
-It verifies the step protocol as it executes: dense ids, slots, page tables, copies, who writes which page. Each cell of a
-page also holds a hash of everything before it, as real KV does, so a page in the wrong place is noticed.
+It verifies the step protocol as it executes: dense ids, slots, page tables, copies, who writes which page. Each cell of
+a page also holds a hash of everything before it, as real KV does, so a page in the wrong place is noticed.
 """
 
 from __future__ import annotations

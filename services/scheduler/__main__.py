@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import sys
 from typing import Any
 
@@ -32,6 +33,7 @@ class SchedulerService:
 
     async def start(self) -> None:
         config = self._config
+        _tame_garbage_collection()
         ports = [
             _Port(config.tokenizer_bind, FromTokenizer, self._servers),
             _Port(config.detokenizer_bind, FromDetokenizer, self._servers),
@@ -100,6 +102,13 @@ class _Port:
         assert self._scheduler is not None
         assert self._handler is not None
         self._scheduler.receive(self._handler, identity, message)
+
+
+def _tame_garbage_collection() -> None:
+    """Requests and nodes are many and long-lived: looking at the young ones less often costs no more memory."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def main() -> int:

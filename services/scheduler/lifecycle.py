@@ -70,7 +70,7 @@ class Lifecycle:
         """It has a seat now."""
         self.waiting.remove(request)
         request.state = State.RUNNING
-        request.blocker = None
+        request.blocker = request.placement = None
         self.num_running += 1
         group = request.message.group_id
         if group and request.worker is not None:

@@ -56,7 +56,8 @@ class Metrics:
 
     def admitted(self, request: Request, num_computed: int) -> None:
         """A request has got a seat; `num_computed` of its tokens need not be computed."""
-        if request.cached_tokens < 0:
+        if not request.admitted:
+            request.admitted = True
             request.cached_tokens = min(num_computed, request.prompt_length)
             self.queue_time.observe(self._clock.now() - request.arrival)
             self.count("prompt_tokens", request.prompt_length)

@@ -128,7 +128,7 @@ def _describe(request: Request, now: float) -> dict[str, Any]:
         "prompt_tokens": request.prompt_length,
         "output_tokens": len(request.output),
         "max_tokens": request.max_tokens,
-        "cached_tokens": max(request.cached_tokens, 0),
+        "cached_tokens": request.cached_tokens,
         "retractions": request.retractions,
         "worker": request.worker.worker_id if request.worker else "",
         "slot": request.slot,

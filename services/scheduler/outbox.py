@@ -110,20 +110,24 @@ class Outbox:
         if not self.touched or not self.detokenizers:
             return []
         touched, self.touched = self.touched, []
-        batches: dict[Detokenizer, list[Request]] = {}
+        full = {d for d in self.detokenizers.values() if d.backlog > MAX_BACKLOG}
+        batches: dict[Detokenizer, list[Request]] = {d: [] for d in self.detokenizers.values()}
         gone: list[Detokenizer] = []
         for request in touched:
             detokenizer = request.detokenizer
             if not request.opened:
                 self._open(request, gone)
-            elif detokenizer is None or request.told or not _has_news(request):
+            elif detokenizer is None or request.told:
                 request.dirty = False
-            elif detokenizer.backlog > MAX_BACKLOG:
+            elif full and detokenizer in full:
                 self.touched.append(request)
+            elif len(request.output) > request.sent or request.finish is not None:
+                batches[detokenizer].append(request)
             else:
-                batches.setdefault(detokenizer, []).append(request)
+                request.dirty = False  # nothing new
         for detokenizer, requests in batches.items():
-            self._send_chunks(detokenizer, requests, gone)
+            if requests:
+                self._send_chunks(detokenizer, requests, gone)
         return gone
 
     def _open(self, request: Request, gone: list[Detokenizer]) -> None:
@@ -191,26 +195,21 @@ class Outbox:
             stream=message.stream,
             epoch=self._epoch,
             finish=request.finish,
-            cached_tokens=max(request.cached_tokens, 0),
+            cached_tokens=request.cached_tokens,
             scores=request.scores.everything(count),
             prompt_scores=request.complete_prompt_scores(),
         )
 
 
-def _has_news(request: Request) -> bool:
-    return request.finish is not None or len(request.output) > request.sent
-
-
 def _chunk(request: Request) -> TokenChunk:
     sent = request.sent
-    token_ids = ints.pack(request.output[sent:])
-    cached = max(request.cached_tokens, 0)
-    retractions = request.retractions
-    if request.sampling.logprobs < 0 and not request.scores_prompt:
-        return TokenChunk(request.request_id, sent, token_ids, request.finish, cached, None, None, retractions)
+    ids = ints.pack(request.output[sent:])
+    finish, cached, retractions = request.finish, request.cached_tokens, request.retractions
+    if request.plain:
+        return TokenChunk(request.request_id, sent, ids, finish, cached, None, None, retractions)
     prompt_scores = None
     if not request.prompt_scores_sent:
         prompt_scores = request.complete_prompt_scores()
         request.prompt_scores_sent = prompt_scores is not None
     scores = request.scores.since(sent, len(request.output))
-    return TokenChunk(request.request_id, sent, token_ids, request.finish, cached, scores, prompt_scores, retractions)
+    return TokenChunk(request.request_id, sent, ids, finish, cached, scores, prompt_scores, retractions)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
+from typing import NamedTuple
 
 from services.scheduler.fleet import Fleet
 from services.scheduler.planner import reserve
@@ -15,8 +17,19 @@ from shared.clock import Clock
 
 RUNNING_COST_TOKENS = 32
 """What one seated request costs the others, in prompt tokens: it has a row in every step."""
+PLACED_FOR_S = 0.05
+"""A choice is not made again in each turn while its worker is busy with the steps it has."""
 MAX_EXAMINED = 64
 """Waiting requests looked at in one turn beyond the open seats."""
+
+
+class Placed(NamedTuple):
+    """A choice and what it was based on; taken again for a moment as long as there is room."""
+
+    worker: Worker
+    tokens: int  # to compute
+    pages: int  # to allocate
+    at: float
 
 
 class _Room:
@@ -30,10 +43,14 @@ class _Room:
         self.pages = seats.available(worker) - reserve(worker)
         self.pending = worker.pending_tokens() + RUNNING_COST_TOKENS * len(worker.running)
 
-    def take(self, tokens: int, pages: int) -> None:
+    def has_room(self, pages: int) -> bool:
+        return self.seats > 0 and pages <= self.pages
+
+    def take(self, request: Request, tokens: int, pages: int) -> None:
         self.seats -= 1
         self.pages -= pages
         self.pending += tokens + RUNNING_COST_TOKENS
+        self.worker.candidates.append(request)
 
 
 class Placement:
@@ -52,63 +69,74 @@ class Placement:
 
     def place(self, group_worker: Mapping[str, Worker]) -> None:
         """Set every worker's `candidates`, in the order in which they should be admitted."""
-        rooms = []
+        rooms: dict[Worker, _Room] = {}
         for worker in self._fleet:
             worker.candidates = []
-            if worker.open_seats > 0:
-                rooms.append(_Room(worker, self._seats))
-        if not rooms or not len(self._waiting):
+            if worker.open_seats > 0 and len(self._waiting):
+                rooms[worker] = _Room(worker, self._seats)
+        if not rooms:
             return
-        left = MAX_EXAMINED + sum(room.seats for room in rooms)
-        for request in self._waiting.in_order(self._clock.now()):
-            left -= 1
-            if left < 0 or not any(room.seats > 0 for room in rooms):
+        now = self._clock.now()
+        seats = sum(room.seats for room in rooms.values())
+        for request in islice(self._waiting.in_order(now), seats + MAX_EXAMINED):
+            if seats <= 0:
                 return
-            fitting = [room for room in rooms if request.total_tokens <= room.worker.max_request_tokens]
+            fitting = [room for room in rooms.values() if request.total_tokens <= room.worker.max_request_tokens]
             if not fitting:
                 continue
-            if not self._place_one(request, fitting, group_worker.get(request.message.group_id)):
+            if len(fitting) == 1:
+                if fitting[0].seats > 0:
+                    fitting[0].take(request, request.known, 0)
+                    seats -= 1
+            elif self._place_one(request, rooms, fitting, group_worker.get(request.message.group_id), now):
+                seats -= 1
+            else:
                 return  # nobody overtakes a request that waits for pages
 
-    def _place_one(self, request: Request, rooms: list[_Room], preferred: Worker | None) -> bool:
-        wanted = -(-request.known // self._tree.page_size)
-        if len(rooms) == 1:
-            room = rooms[0]
-            if room.seats > 0:
-                room.take(request.known, 0)
-                room.worker.candidates.append(request)
-            return True
-        match = self._tree.match(request.namespace, request.tokens(0, request.match_limit()))
-        best: _Room | None = None
-        best_key: tuple[float, int] = (0.0, 0)
-        best_tokens = 0
-        for room in rooms:
-            hit = match.hits.get(room.worker.key)
-            pages = wanted - (hit.num_pages if hit else 0)
-            if room.seats <= 0 or pages > room.pages:
-                continue
-            tokens = request.known - max(match.num_tokens(room.worker.key), self._coming(request, room.worker))
-            cost = 0.0 if room.worker is preferred else float(room.pending + tokens + 1)
-            key = (cost, len(room.worker.running))
-            if best is None or key < best_key:
-                best, best_key, best_tokens = room, key, tokens
-        if best is None:
+    def _place_one(
+        self, request: Request, rooms: dict[Worker, _Room], fitting: list[_Room], preferred: Worker | None, now: float
+    ) -> bool:
+        placed = request.placement
+        if placed is None or now - placed.at > PLACED_FOR_S or placed.worker not in rooms:
+            placed = request.placement = self._choose(request, fitting, preferred, now)
+        elif not rooms[placed.worker].has_room(placed.pages):
+            placed = request.placement = self._choose(request, fitting, preferred, now)
+        if placed is None:
             return False
-        hit = match.hits.get(best.worker.key)
-        best.take(best_tokens, wanted - (hit.num_pages if hit else 0))
-        best.worker.candidates.append(request)
+        rooms[placed.worker].take(request, placed.tokens, placed.pages)
         return True
 
-    def _coming(self, request: Request, worker: Worker) -> int:
+    def _choose(self, request: Request, rooms: list[_Room], preferred: Worker | None, now: float) -> Placed | None:
+        """The cheapest worker with room, or None."""
+        tokens = request.tokens(0, request.match_limit())
+        hits = self._tree.match(request.namespace, tokens).hits
+        wanted = -(-request.known // self._tree.page_size)
+        best: Placed | None = None
+        best_key = (0.0, 0)
+        for room in rooms:
+            worker = room.worker
+            hit = hits.get(worker.key)
+            pages = wanted - (hit.num_pages if hit else 0)
+            if not room.has_room(pages):
+                continue
+            found = hit.num_tokens if hit else 0
+            left = request.known - (max(found, self._coming(request, tokens, worker)) if worker.prefilling else found)
+            key = (0.0 if worker is preferred else float(room.pending + left + 1), len(worker.running))
+            if best is None or key < best_key:
+                best, best_key = Placed(worker, left, pages, now), key
+        return best
+
+    def _coming(self, request: Request, tokens: bytes, worker: Worker) -> int:
         """Tokens of the longest common prefix with a prompt that is being computed there."""
         if not self._tree.enabled:
             return 0
-        first_page = request.tokens(0, min(self._tree.page_size, request.match_limit()))
-        best = 0
-        for other in worker.prefilling:
-            if other.namespace == request.namespace and other.prefill_tokens.startswith(first_page):
-                best = max(best, common_tokens(request.tokens(0, request.match_limit()), other.prefill_tokens))
-        return best
+        first_page = tokens[: 4 * self._tree.page_size]
+        alike = [
+            other
+            for other in worker.prefilling
+            if other.namespace == request.namespace and other.prefill_tokens.startswith(first_page)
+        ]
+        return max((common_tokens(tokens, other.prefill_tokens) for other in alike), default=0)
 
 
 def common_tokens(a: bytes, b: bytes) -> int:

@@ -46,19 +46,26 @@ class Planner:
 
     def _grow_decoding(self, plan: StepPlan, worker: Worker) -> None:
         """Give each decode row the page it writes; where pages run out, the youngest lose their seats."""
-        rows = worker.collect_decoding()
-        growing = [request for request in rows if request.dispatched >= request.capacity]
-        if len(growing) > 1:
-            growing.sort(key=_age)
-        for request in growing:
+        growing = [request for request in worker.collect_decoding() if request.dispatched >= request.capacity]
+        if not growing:
+            return
+        pages = self._seats.take_pages(worker, len(growing))
+        if pages is not None:
+            for request, page in zip(growing, pages, strict=True):
+                self._append_page(plan, request, page)
+            return
+        for request in sorted(growing, key=_age):
             while request.worker is worker:  # a victim has none any more
                 pages = self._seats.take_pages(worker, 1)
                 if pages is not None:
-                    self._seats.append_page(request, pages[0])
-                    plan.page_slots.append(request.slot)
-                    plan.page_ids.append(pages[0])
+                    self._append_page(plan, request, pages[0])
                     break
                 self._take_a_seat_away(plan, worker)
+
+    def _append_page(self, plan: StepPlan, request: Request, page: int) -> None:
+        self._seats.append_page(request, page)
+        plan.page_slots.append(request.slot)
+        plan.page_ids.append(page)
 
     def _take_a_seat_away(self, plan: StepPlan, worker: Worker) -> None:
         victim = max(worker.running.values(), key=_age)

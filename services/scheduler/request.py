@@ -13,6 +13,7 @@ from shared.messages.stream import Finish, Scores
 
 if TYPE_CHECKING:
     from services.scheduler.outbox import Detokenizer
+    from services.scheduler.placement import Placed
     from services.scheduler.radix_tree import Lease
     from services.scheduler.worker import Worker
 
@@ -40,6 +41,7 @@ class Request:
     """
 
     __slots__ = (
+        "admitted",
         "arrival",
         "barrier",
         "blocked_until",
@@ -66,6 +68,8 @@ class Request:
         "output",
         "own",
         "pages",
+        "placement",
+        "plain",
         "prefill_end",
         "prefill_tokens",
         "prompt_length",
@@ -104,13 +108,15 @@ class Request:
         self.state = State.WAITING
         self.finish: Finish | None = None
         self.finished_at = 0.0
-        self.cached_tokens = -1  # unknown until first admitted
+        self.admitted = False  # had a seat at least once
+        self.cached_tokens = 0  # prompt tokens that were not computed when it first got a seat
         self.retractions = 0
         self.faults = 0  # workers that failed while computing it
         self.resumed = False
         self.inflight_rows = 0
         self.blocker: Request | None = None  # computes the next page this one needs
         self.blocked_until = 0
+        self.placement: Placed | None = None  # where it was to go a moment ago
         self.hit_tokens = 0  # a recent longest match, for the order of the queue
         self.hit_age = -1.0
         self._reset_seat()
@@ -120,6 +126,7 @@ class Request:
         self.told = False  # the detokenizer knows that it has ended
         self.dirty = False  # queued in the outbox
         self.prompt_scores_sent = False
+        self.plain = sampling.logprobs < 0 and sampling.prompt_logprobs_from < 0  # no scores to send
         self.scores = ScoreLog(len(self.output), sampling)
         self.prompt_scores = ScoreLog(max(sampling.prompt_logprobs_from, 0), sampling)
 

@@ -49,18 +49,23 @@ class Seats:
     def append_page(self, request: Request, page: int) -> None:
         request.pages.append(page)
         request.own.add(page)
-        request.set_barrier(self.tree.page_size)
+        request.capacity += self.tree.page_size
+        request.barrier = min(request.capacity, request.row_end - 1)
 
     def store(self, request: Request, end: int, ready_step: int = -1) -> None:
         """Let the tree have the pages of positions up to `end`; what it has already stays the request's own."""
-        lease = request.lease
-        if lease is None or not self.tree.enabled or end <= lease.num_tokens + lease.tail_tokens:
+        lease, page_size = request.lease, self.tree.page_size
+        if lease is None or not self.tree.enabled:
             return
-        pages = request.pages[lease.num_pages : -(-end // self.tree.page_size)]
-        tokens = request.tokens(lease.num_tokens, end)
-        refused = self.tree.extend(lease, tokens, pages, ready_step)
+        num_pages = lease.num_pages
+        start = num_pages * page_size
+        if end <= start + lease.tail_tokens:
+            return
+        pages = request.pages[num_pages : -(-end // page_size)]
+        refused = self.tree.extend(lease, request.tokens(start, end), pages, ready_step)
         request.own.difference_update(pages)
-        request.own.update(refused)
+        if refused:
+            request.own.update(refused)
 
     def leave(self, request: Request) -> None:
         """Keep what is written in the tree and free the rest.

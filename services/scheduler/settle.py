@@ -55,7 +55,7 @@ class Settler:
             if not request.dirty:
                 request.dirty = True
                 touched.append(request)
-            if len(output) >= request.check_at or token in request.stops:
+            if token in request.stops or len(output) >= request.check_at:
                 self._look_at(request, token)
 
     def _look_at(self, request: Request, token: int) -> None:
@@ -66,9 +66,11 @@ class Settler:
         elif count >= request.max_tokens:
             self._lifecycle.finish(request, Finish(FinishReason.LENGTH))
         elif request.state is State.RUNNING:
-            settled = request.known - 1
-            self._seats.store(request, settled - settled % self._page_size)
-            request.set_check(self._page_size)
+            written = request.prompt_length + count - 1  # the new token has no KV yet
+            over = written % self._page_size
+            if not over:
+                self._seats.store(request, written)
+            request.check_at = min(count + self._page_size - over, request.max_tokens)
         else:
             self._lifecycle.settled(request)
 

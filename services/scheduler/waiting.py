@@ -25,6 +25,7 @@ class WaitingQueue:
         longest_match: Callable[[Request], int] | None = None,
     ) -> None:
         self._resumed: dict[str, Request] = {}
+        self._in_disorder = False  # the resumed ones are sorted when next asked for
         self._fresh: dict[int, dict[str, Request]] = {}  # by priority, each in order of arrival
         self._policy = policy
         self._ageing = ageing_seconds
@@ -44,7 +45,8 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         if request.resumed:
-            self._add_resumed(request)
+            self._resumed[request.request_id] = request
+            self._in_disorder = True
         else:
             self._fresh.setdefault(request.message.priority, {})[request.request_id] = request
         self._count += 1
@@ -64,6 +66,10 @@ class WaitingQueue:
 
     def in_order(self, now: float) -> Iterator[Request]:
         """Who should be served, first to last. The queue must not change while this is read."""
+        if self._in_disorder:
+            self._in_disorder = False
+            ordered = sorted(self._resumed.values(), key=lambda r: (-r.message.priority, r.sequence))
+            self._resumed = {request.request_id: request for request in ordered}
         fresh = chain.from_iterable(self._fresh[priority].values() for priority in sorted(self._fresh, reverse=True))
         if self._policy == "lpm":
             return chain(self._resumed.values(), self._by_match(list(islice(fresh, LPM_WINDOW)), now))
@@ -81,9 +87,3 @@ class WaitingQueue:
 
     def _line(self, request: Request) -> dict[str, Request] | None:
         return self._resumed if request.resumed else self._fresh.get(request.message.priority)
-
-    def _add_resumed(self, request: Request) -> None:
-        self._resumed[request.request_id] = request
-        if len(self._resumed) > 1:
-            ordered = sorted(self._resumed.values(), key=lambda r: (-r.message.priority, r.sequence))
-            self._resumed = {r.request_id: r for r in ordered}

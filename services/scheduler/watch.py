@@ -68,8 +68,7 @@ class Watch:
     def _end_overdue(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
             request = heapq.heappop(self._deadlines)[2]
-            started = request.cached_tokens >= 0
-            self._lifecycle.finish(request, abort("timed out", 408 if started else 504))
+            self._lifecycle.finish(request, abort("timed out", 408 if request.admitted else 504))
 
     def _check_detokenizers(self, now: float) -> None:
         for detokenizer in list(self._core.outbox.detokenizers.values()):
