@@ -9,8 +9,8 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from services.tokenizer import validation
-from services.tokenizer.context import Context
-from services.tokenizer.errors import ApiError, ClientGone, invalid
+from services.tokenizer.context import BodyBudget, Context
+from services.tokenizer.errors import ApiError, ClientGone, invalid, unavailable
 
 T = TypeVar("T")
 
@@ -22,13 +22,35 @@ async def read(request: Request, context: Context, kind: type[T], refused: Mappi
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise invalid("Unsupported Media Type: Only 'application/json' is allowed.", code="unsupported_media_type")
-    body = await read_bytes(request, context.config.max_body_bytes, context.config.client_stall_timeout)
-    if len(body) <= INLINE_BYTES:
-        return validation.decode(body, kind, refused)
-    return await context.text.run(validation.decode, body, kind, refused)
+    with Share(context.bodies) as share:
+        body = await read_bytes(request, context.config.max_body_bytes, context.config.client_stall_timeout, share)
+        if len(body) <= INLINE_BYTES:
+            return validation.decode(body, kind, refused)
+        return await context.text.run(validation.decode, body, kind, refused)
 
 
-async def read_bytes(request: Request, max_bytes: int, patience_s: float) -> bytes:
+class Share:
+    """What one request holds of the memory for bodies; given back at the end of the `with`."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._held = 0
+
+    def __enter__(self) -> Share:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._budget.held -= self._held
+
+    def take(self, size: int) -> None:
+        """Raises ApiError where all requests together would hold too much."""
+        if self._budget.held + size > self._budget.limit:
+            raise unavailable("Too many large requests are being read.")
+        self._budget.held += size
+        self._held += size
+
+
+async def read_bytes(request: Request, max_bytes: int, patience_s: float, share: Share) -> bytes:
     """The whole body. 413 beyond the limit (before reading where the length is told), 408 if the client stops."""
     told = request.headers.get("content-length", "")
     if told.isdigit() and int(told) > max_bytes:
@@ -49,6 +71,7 @@ async def read_bytes(request: Request, max_bytes: int, patience_s: float) -> byt
         size += len(piece)
         if size > max_bytes:
             raise _too_large(max_bytes)
+        share.take(len(piece))
         pieces.append(piece)
 
 

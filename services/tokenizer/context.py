@@ -26,6 +26,14 @@ _MAX_IGNORED = 32
 
 
 @dataclass(slots=True)
+class BodyBudget:
+    """Bytes of bodies being read and decoded, all requests together."""
+
+    limit: int
+    held: int = 0
+
+
+@dataclass(slots=True)
 class Context:
     """The rooms behind the routes."""
 
@@ -39,6 +47,7 @@ class Context:
     seeds: SeedSource
     started_at: int
     version: str
+    bodies: BodyBudget
     _ignored_seen: set[str] = field(default_factory=set)
 
     @property

@@ -20,6 +20,7 @@ CODES = {
     408: "request_timeout",
     413: "request_too_large",
     429: "queue_full",
+    431: "request_head_too_large",
     499: "client_closed_request",
     500: "internal_error",
     503: "service_unavailable",

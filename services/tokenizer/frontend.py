@@ -184,6 +184,8 @@ class Frontend:
                 pass
 
     def _on_disconnect(self) -> None:
+        if self.fresh:
+            log.warning("scheduler lost", live_streams=len(self.streams.live()))
         self._heard_at = -math.inf
         self._resubmit = True
         self._hello_tries = HELLO_TRIES
@@ -214,7 +216,9 @@ class Frontend:
 
     def _resubmit_all(self, epoch: int) -> None:
         """A scheduler that began anew knows nobody; one that was only cut off drops what it still knows."""
-        for stream in self.streams.live():
+        live = self.streams.live()
+        log.info("scheduler is back", epoch=epoch, resubmitted=len(live))
+        for stream in live:
             try:
                 self._scheduler.send(stream.resumed(epoch))
             except PeerBusy:

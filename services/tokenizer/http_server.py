@@ -16,6 +16,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from services.tokenizer.http_protocol import BoundedHttpProtocol
+
 BACKLOG = 2048
 _TCP = (socket.AF_INET, socket.AF_INET6)
 KEEP_ALIVE_S = 75  # longer than the pools of usual clients keep idle connections
@@ -36,6 +38,7 @@ class HttpServer:
         self._listener = listener
         config = uvicorn.Config(
             app,
+            http=BoundedHttpProtocol,
             log_config=_log_config(log_level),
             access_log=log_level in ("debug", "info"),
             timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,

@@ -39,15 +39,16 @@ class Measurements:
 class RequestTimer:
     """The clock of one HTTP request, from its arrival."""
 
-    def __init__(self, measurements: Measurements, num_streams: int) -> None:
+    def __init__(self, measurements: Measurements, num_streams: int, *, streaming: bool) -> None:
         self.started = time.monotonic()
         self._measurements = measurements
+        self._streaming = streaming  # only then does a token leave when it comes
         self._last: list[float | None] = [None] * num_streams
 
     def news(self, index: int, output: Output) -> None:
         """Tokens of stream `index` are about to be written."""
         num_tokens = len(output.token_ids)
-        if not num_tokens:
+        if not num_tokens or not self._streaming:
             return
         now = time.monotonic()
         last = self._last[index]

@@ -10,7 +10,7 @@ from importlib import metadata
 import structlog
 
 from services.tokenizer import app, http_server, model_folder
-from services.tokenizer.context import Context
+from services.tokenizer.context import BodyBudget, Context
 from services.tokenizer.errors import unavailable
 from services.tokenizer.exposition import Exposition
 from services.tokenizer.frontend import Frontend
@@ -23,6 +23,8 @@ from shared.config import TokenizerConfig
 from shared.service import announce_ready, new_incarnation, new_service_id
 
 log = structlog.get_logger(__name__)
+
+MAX_BODY_MEMORY = 256 << 20
 
 
 class TokenizerService:
@@ -130,6 +132,7 @@ class TokenizerService:
             seeds=SeedSource(config.random_seed),
             started_at=int(time.time()),
             version=_version(),
+            bodies=BodyBudget(max(MAX_BODY_MEMORY, config.max_body_bytes)),
         )
 
 

@@ -198,7 +198,7 @@ async def test_draining_ends_what_takes_too_long(launch: Launcher, backend: Fake
 
 
 async def test_heartbeats_carry_measurements(client: httpx.AsyncClient, backend: FakeBackend, service: Any) -> None:
-    await client.post("/generate", json={**STREAM, "stream": False})
+    await client.post("/generate", json=STREAM)
     service.heartbeat()
     await backend.until(lambda: backend.beats)
     beat = backend.beats[-1]

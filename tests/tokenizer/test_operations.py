@@ -121,7 +121,8 @@ async def test_metrics(client: httpx.AsyncClient, backend: FakeBackend) -> None:
         ServiceMetrics("worker", "w1", {"busy": 0.25}, {}, 0.1),
     )
     backend.publish(services=services)
-    await client.post("/generate", json={"text": "hello", "sampling_params": {"max_new_tokens": 4}})
+    body = {"text": "hello", "sampling_params": {"max_new_tokens": 4}, "stream": True}
+    await client.post("/generate", json=body)
     answer = await client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     assert 'sglang_cache_hit_total{type="radix"} 892.0' in answer.text

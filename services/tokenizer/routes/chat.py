@@ -40,7 +40,7 @@ async def _answer(context: Context, wishes: ChatBody, unknown: list[str]) -> Res
     context.check_model(wishes.model)
     refuse_constraints(wishes.response_format)
     n = sampling.choices(wishes, Names(), 1, context.config.max_batch_size)
-    timer = RequestTimer(context.measurements, n)
+    timer = RequestTimer(context.measurements, n, streaming=bool(wishes.stream))
     options = stream_options(wishes)
     params = _params(context, wishes)
     [(rid, names)] = requests.item_rids(single(wishes.rid, "rid"), 1, False, "chatcmpl-")

@@ -43,7 +43,7 @@ async def _answer(context: Context, wishes: CompletionBody, unknown: list[str]) 
     refuse_constraints(wishes.response_format)
     texts = split_prompts(wishes.prompt, "prompt")
     n = sampling.choices(wishes, Names(), len(texts), context.config.max_batch_size)
-    timer = RequestTimer(context.measurements, n * len(texts))
+    timer = RequestTimer(context.measurements, n * len(texts), streaming=bool(wishes.stream))
     if wishes.best_of not in (None, n):
         raise invalid("best_of other than n is not supported.", "best_of", "unsupported_parameter")
     if wishes.suffix:

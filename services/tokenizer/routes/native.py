@@ -81,7 +81,7 @@ class _Generation:
 
     async def answer(self) -> Response:
         context, wishes = self._context, self._wishes
-        timer = RequestTimer(context.measurements, self._count * self._n)
+        timer = RequestTimer(context.measurements, self._count * self._n, streaming=bool(wishes.stream))
         param = "text" if wishes.input_ids is None else "input_ids"
         ids = await encode_prompts(context, self._texts, param, wishes.parse_special is not False)
         prompts = self._prompts(ids, param)
