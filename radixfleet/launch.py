@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from radixfleet.app import MODULES
+from radixfleet.app import MODULES, command, on_path, package_parent
 from radixfleet.errors import CommandError
 from radixfleet.listen import listen, url_of
 from radixfleet.options import ServeOptions
@@ -154,19 +154,19 @@ class _Launch:
         Raises CommandError.
         """
         options = self._options
-        command = [sys.executable, "-P", "-m", "radixfleet.models"]
+        arguments = command("radixfleet.models")
         if options.revision:
-            command += ["--revision", options.revision]
+            arguments += ["--revision", options.revision]
         if options.model_path:
-            command += ["--", options.model_path]
+            arguments += ["--", options.model_path]
         read, write = os.pipe()  # its end of file tells the resolver that we are gone
         try:
             self._resolver = resolver = await asyncio.create_subprocess_exec(
-                *command,
+                *arguments,
                 stdout=asyncio.subprocess.PIPE,
                 process_group=0,
                 pass_fds=(read,),
-                env={**os.environ, PARENT_FD: str(read)},
+                env={**on_path(os.environ, package_parent()), PARENT_FD: str(read)},
             )
             output = asyncio.ensure_future(resolver.communicate())
             stop = asyncio.ensure_future(self._signals.stop.wait())
