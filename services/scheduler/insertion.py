@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from services.scheduler.eviction import WorkerCache
 from services.scheduler.lease import Lease
-from services.scheduler.node import TOKEN_BYTES, Copy, Node, common_bytes
+from services.scheduler.node import TOKEN_BYTES, Copy, Node, common_tokens
 from services.scheduler.node_store import NodeStore
 
 
@@ -47,7 +47,7 @@ class Insertion:
             if child is None:
                 break
             # Up to the page border: a request's path may leave a node in its middle, even in the middle of a page.
-            count = common_bytes(child.tokens, tokens, start) // page_bytes
+            count = common_tokens(child.tokens, tokens, start) // self.store.page_size
             if count * page_bytes < len(child.tokens):
                 child = self.store.split(child, count)
             self._enter(child, pages[done : done + count])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.scheduler.lease import Hit
-from services.scheduler.node import TOKEN_BYTES, Node, common_bytes
+from services.scheduler.node import TOKEN_BYTES, Node, common_tokens
 
 
 def find_hits(root: Node, tokens: bytes, page_bytes: int) -> dict[str, Hit]:
@@ -36,11 +36,10 @@ def find_hits(root: Node, tokens: bytes, page_bytes: int) -> dict[str, Hit]:
 
 def _hit_inside(node: Node, tokens: bytes, start: int, page_bytes: int, hits: dict[str, Hit]) -> None:
     """The tokens leave `node` after at least one page: all its holders hold the same of them."""
-    common = common_bytes(node.tokens, tokens, start)
-    node_pages = common // page_bytes
-    num_tokens = (start + common) // TOKEN_BYTES
+    common = common_tokens(node.tokens, tokens, start)
+    num_tokens = start // TOKEN_BYTES + common
+    node_pages, inside = divmod(common * TOKEN_BYTES, page_bytes)
     num_pages = start // page_bytes + node_pages
-    inside = num_tokens * TOKEN_BYTES > num_pages * page_bytes
     for worker in node.copies:
         hits[worker] = Hit(num_tokens, num_pages, node, node_pages, node if inside else None)
 

@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_left, bisect_right, insort
 
 TOKEN_BYTES = 4
-COMPARE_AT_ONCE = 64  # bytes; below this one xor finds the first difference faster than halving does
+COMPARE_AT_ONCE = 64  # bytes: one xor finds the first difference among so few faster than bisection does
 
 
 class Node:
@@ -72,10 +72,12 @@ class Copy:
         keys = self.keys
         place = bisect_left(keys, rest)
         best, most = b"", 0
-        for key in keys[max(place - 1, 0) : place + 1]:
-            length = common_bytes(key, rest, 0) // TOKEN_BYTES
-            if length > most:
-                best, most = key, length
+        if place < len(keys):
+            best = keys[place]
+            most = common_tokens(best, rest, 0)
+        if place and keys[place - 1].startswith(rest[: (most + 1) * TOKEN_BYTES]):
+            best = keys[place - 1]
+            most = common_tokens(best, rest, 0)
         return best, most
 
     def holds(self, rest: bytes) -> bool:
@@ -89,17 +91,21 @@ class Copy:
         return place < len(self.keys) and self.keys[place].startswith(key)
 
 
-def common_bytes(edge: bytes, tokens: bytes, start: int) -> int:
-    """Length of the common prefix of `edge` and `tokens[start:]`; compares each byte about twice, none in Python."""
+def common_tokens(edge: bytes, tokens: bytes, start: int) -> int:
+    """How many tokens `edge` and `tokens[start:]` have in common at their beginning; `start` in bytes.
+
+    Bisection compares each byte about twice, and none in Python.
+    """
     low, high = 0, min(len(edge), len(tokens) - start)
+    if tokens.startswith(edge[:high], start):
+        return high // TOKEN_BYTES
     while high - low > COMPARE_AT_ONCE:
         middle = (low + high) // 2
-        if edge[low:middle] == tokens[start + low : start + middle]:
+        if tokens.startswith(edge[low:middle], start + low):
             low = middle
         else:
             high = middle
-    difference = int.from_bytes(edge[low:high], "little") ^ int.from_bytes(tokens[start + low : start + high], "little")
-    if not difference:
-        return high
-    lowest_bit = (difference & -difference).bit_length() - 1
-    return low + lowest_bit // 8
+    one = int.from_bytes(edge[low:high], "little")
+    other = int.from_bytes(tokens[start + low : start + high], "little")
+    lowest_bits = (one ^ other) & -(one ^ other)
+    return (low + (lowest_bits.bit_length() - 1) // 8) // TOKEN_BYTES

@@ -365,6 +365,22 @@ def test_a_partial_page_to_be_copied_is_not_freed_as_redundant(tree: RadixTree) 
     tree.check()
 
 
+def test_a_page_that_goes_back_to_its_request_takes_no_other_pages_place(tree: RadixTree) -> None:
+    """The page to be copied leaves the tree; the pages that follow it there must not be kept in its stead."""
+    writer = run(tree, "abcdef", [1, 2])
+    reader = lease_on(tree, "abcdeX")
+    assert reader.copy_source == 2
+    tree.release(run(tree, "abcdefgh", [7]))
+    assert tree.extend(writer, toks("efghijkl"), [2, 3]) == [2]
+    tree.check()
+    tree.release(writer)
+    assert tree.evictable_pages("u") == 2
+    assert sorted(tree.evict("u", 9)) == [3, 7]
+    tree.release(reader)
+    assert tree.evict("u", 9) == [1]
+    tree.check()
+
+
 def test_a_page_to_be_copied_can_be_forgotten(tree: RadixTree) -> None:
     store(tree, "abcdefgh", [1, 2])
     lease = lease_on(tree, "abcdef")

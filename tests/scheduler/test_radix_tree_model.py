@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
+from collections.abc import Callable
+from functools import partial
 
 import pytest
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -13,17 +16,26 @@ from services.scheduler.radix_tree import Match, RadixTree
 from shared.ints import pack
 from tests.scheduler.radix_model import Key, ModelLease, ModelRequest, ModelWorker, Tokens
 
-# Few tokens, so that texts meet often; some share low bytes, so that a comparison of bytes ends inside a token.
-ALPHABET = (1, 257, 2)
+# Few tokens, so that texts meet often; they share low bytes, so that a comparison of bytes ends inside a token.
+ALPHABET = (1, 257)
+GREEDY = 0  # a generated token that follows from the text, so that requests side by side write the same
+MAX_REQUESTS = 5
 NAMESPACES = (b"", b"tenant")
 
 token = st.sampled_from(ALPHABET)
-text = st.lists(token, max_size=12).map(tuple)
+output = st.lists(st.sampled_from((*ALPHABET, GREEDY, GREEDY)), max_size=6).map(tuple)
+short_text = st.lists(token, max_size=3).map(tuple)
+text = st.just(()) | short_text | st.lists(token, min_size=4, max_size=12).map(tuple)
 which = st.integers(0, 1 << 16)
+cuts = st.integers(0, 3) | which
+
+
+def greedy(tokens: Tokens) -> int:
+    return ALPHABET[len(tokens) % 3 % 2]
 
 
 class TreeLife(RuleBasedStateMachine):
-    @initialize(page_size=st.integers(1, 4), workers=st.integers(2, 3), pages=st.integers(6, 40))
+    @initialize(page_size=st.integers(1, 6), workers=st.integers(2, 3), pages=st.integers(6, 40))
     def begin(self, page_size: int, workers: int, pages: int) -> None:
         self.tree = RadixTree(page_size)
         # Nodes of at most three pages: long texts are chains, as they are beyond 4,096 tokens.
@@ -45,6 +57,9 @@ class TreeLife(RuleBasedStateMachine):
 
     def pick_worker(self, number: int) -> str:
         return list(self.workers)[number % len(self.workers)]
+
+    def pick_request(self, number: int) -> ModelRequest:
+        return self.requests[number % len(self.requests)]
 
     def compose(self, number: int, cut: int, more: Tokens) -> Tokens:
         """The start of an earlier text and something new."""
@@ -100,6 +115,8 @@ class TreeLife(RuleBasedStateMachine):
             worker, namespace, limit[: lease.num_tokens], prompt, list(lease.pages), set(), lease, held
         )
         self.requests.append(request)
+        if len(self.requests) > MAX_REQUESTS:
+            self.end(self.requests.pop(0), publish=True)
         self.check_pages(model, request.namespace, request.tokens, request.table)
         if lease.copy_tokens:
             assert lease.copy_source in sources
@@ -132,26 +149,43 @@ class TreeLife(RuleBasedStateMachine):
 
     # -- rules --
 
-    @rule(number=which, cut=which, more=text, namespace=st.sampled_from(NAMESPACES))
+    @rule(number=which, cut=cuts, more=text, namespace=st.sampled_from(NAMESPACES))
     def match(self, number: int, cut: int, more: Tokens, namespace: bytes) -> None:
         self.compare(namespace, self.compose(number, cut, more))
 
-    @rule(number=which, cut=which, more=text, namespace=st.sampled_from((b"", b"", b"tenant")), worker=which)
+    @rule(number=which, cut=cuts, more=text, namespace=st.sampled_from((b"", b"", b"tenant")), worker=which)
     def admit(self, number: int, cut: int, more: Tokens, namespace: bytes, worker: int) -> None:
         prompt = self.compose(number, cut, more)
         self.open(self.compare(namespace, prompt[:-1]), self.pick_worker(worker), namespace, prompt)
 
-    @rule(number=which, cut=which, more=text, worker=which, output=text)
-    def serve(self, number: int, cut: int, more: Tokens, worker: int, output: Tokens) -> None:
+    @precondition(lambda self: self.requests)
+    @rule(number=which, more=short_text, share=st.booleans(), turns=st.lists(st.booleans(), max_size=6))
+    def fork(self, number: int, more: Tokens, share: bool, turns: list[bool]) -> None:
+        """A request beside a running one, with its text; by turns they write, each into its own pages, and publish."""
+        other = self.pick_request(number)
+        if other.worker not in self.workers:
+            return
+        if share:
+            self.extend(other, 0)
+        prompt = other.tokens + more
+        self.open(self.compare(other.namespace, prompt[:-1]), other.worker, other.namespace, prompt)
+        for turn in turns:
+            request = self.requests[-1] if turn else other
+            if request in self.requests:
+                self.write_tokens(request, (GREEDY,))
+                self.extend(request, 0)
+
+    @rule(number=which, cut=cuts, more=text, worker=which, generated=output)
+    def serve(self, number: int, cut: int, more: Tokens, worker: int, generated: Tokens) -> None:
         """A whole life in one step."""
         prompt = self.compose(number, cut, more)
         self.open(self.compare(b"", prompt[:-1]), self.pick_worker(worker), b"", prompt)
         request = self.requests[-1]
         missing = max(0, len(prompt) - len(request.tokens))
-        self.write_tokens(request, (0,) * missing + output)
+        self.write_tokens(request, (GREEDY,) * missing + generated)
         self.end(self.requests.pop(), publish=True)
 
-    @rule(number=which, cut=which, more=text)
+    @rule(number=which, cut=cuts, more=text)
     def match_early(self, number: int, cut: int, more: Tokens) -> None:
         self.stale.append(self.compare(b"", self.compose(number, cut, more)))
 
@@ -164,11 +198,21 @@ class TreeLife(RuleBasedStateMachine):
         self.open(match, self.pick_worker(worker), match.namespace, (*tokens, 1))
 
     @precondition(lambda self: self.requests)
-    @rule(number=which, more=text)
-    def write(self, number: int, more: Tokens) -> None:
-        request = self.requests[number % len(self.requests)]
+    @rule(number=which, generated=output)
+    def write(self, number: int, generated: Tokens) -> None:
+        request = self.pick_request(number)
         if request.worker in self.workers:
-            self.write_tokens(request, more)
+            self.write_tokens(request, generated)
+
+    @precondition(lambda self: self.requests)
+    @rule(number=which, outputs=st.lists(output, min_size=1, max_size=4))
+    def decode(self, number: int, outputs: list[Tokens]) -> None:
+        """Write and publish by turns."""
+        request = self.pick_request(number)
+        for generated in outputs:
+            if request.worker in self.workers:
+                self.write_tokens(request, generated)
+                self.extend(request, 0)
 
     def write_tokens(self, request: ModelRequest, generated: Tokens) -> None:
         """Prefill what is left of the prompt, token by token, then generate; ends early where no page is left."""
@@ -181,16 +225,24 @@ class TreeLife(RuleBasedStateMachine):
                     return
                 request.table.append(page)
                 request.own.add(page)
-            request.tokens += (request.prompt[done] if done < len(request.prompt) else token,)
+            following = request.prompt[done] if done < len(request.prompt) else token or greedy(request.tokens)
+            request.tokens += (following,)
             page = request.table[done // self.size]
             assert page in request.own or page == request.lease.tail_page, "a request writes into a shared page"
             model.contents[page].append((request.namespace, request.tokens))
         self.texts.append(request.tokens)
 
+    @rule(number=which, cut=cuts, worker=which)
+    def touch(self, number: int, cut: int, worker: int) -> None:
+        """A request that ends before it writes anything."""
+        prompt = self.compose(number, cut, ())
+        self.open(self.compare(b"", prompt[:-1]), self.pick_worker(worker), b"", prompt)
+        self.end(self.requests.pop(), publish=False)
+
     @precondition(lambda self: self.requests)
     @rule(number=which, hold_back=st.sampled_from((0, 0, 0, 1, 2, 5)))
     def publish(self, number: int, hold_back: int) -> None:
-        self.extend(self.requests[number % len(self.requests)], hold_back)
+        self.extend(self.pick_request(number), hold_back)
 
     def extend(self, request: ModelRequest, hold_back: int) -> None:
         lease, held = request.lease, request.model_lease
@@ -233,7 +285,7 @@ class TreeLife(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(number=which)
     def forget_copy(self, number: int) -> None:
-        request = self.requests[number % len(self.requests)]
+        request = self.pick_request(number)
         self.tree.forget_copy(request.lease)
         request.model_lease.pinned = -1
 
@@ -257,9 +309,10 @@ class TreeLife(RuleBasedStateMachine):
         assert self.tree.evictable_pages(name) == 0
         model.pool.release(cleared)
 
-    @rule(worker=which, sure=st.integers(0, 5))
+    @rule(worker=which, sure=st.integers(0, 9))
     def lose_worker(self, worker: int, sure: int) -> None:
-        assume(sure == 0)
+        if sure:
+            return
         name = self.pick_worker(worker)
         del self.workers[name]
         self.tree.drop_worker(name)
@@ -307,9 +360,75 @@ class TreeLife(RuleBasedStateMachine):
 
 
 TreeLife.TestCase.settings = settings(
-    max_examples=int(os.environ.get("RADIX_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("RADIX_EXAMPLES", "100")),
     stateful_step_count=int(os.environ.get("RADIX_STEPS", "60")),
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 TestTreeLife = pytest.mark.timeout(3600)(TreeLife.TestCase)
+
+
+class Dice:
+    """Random arguments for the rules: much cheaper than drawn ones, but a failure does not shrink."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+
+    def number(self) -> int:
+        return self.rng.randrange(1 << 16)
+
+    def cut(self) -> int:
+        return self.rng.randrange(4) if self.rng.random() < 0.6 else self.number()
+
+    def text(self, longest: int = 12) -> Tokens:
+        length = self.rng.choice((0, self.rng.randint(0, 3), self.rng.randint(0, longest)))
+        return tuple(self.rng.choice(ALPHABET) for _ in range(length))
+
+    def output(self) -> Tokens:
+        return tuple(self.rng.choice((*ALPHABET, GREEDY, GREEDY)) for _ in range(self.rng.randint(0, 4)))
+
+    def turns(self) -> list[bool]:
+        return [self.rng.random() < 0.5 for _ in range(self.rng.randint(0, 6))]
+
+    def step(self, life: TreeLife) -> None:
+        """One rule, the busier ones more often."""
+        number, cut, text, rng = self.number, self.cut, self.text, self.rng
+        admit = partial(life.admit, number(), cut(), text(), rng.choice((b"", b"", NAMESPACES[1])), number())
+        anytime: list[tuple[int, Callable[[], None]]] = [
+            (4, admit),
+            (3, partial(life.serve, number(), cut(), text(), number(), self.output())),
+            (1, partial(life.match, number(), cut(), text(), rng.choice(NAMESPACES))),
+            (3, partial(life.touch, number(), cut(), number())),
+            (1, partial(life.match_early, number(), cut(), text())),
+            (3, partial(life.evict, number(), rng.randrange(7))),
+            (1, partial(life.lose_worker, number(), rng.randrange(10))),
+        ]
+        if rng.random() < 0.1:
+            anytime.append((1, partial(life.clear, number())))
+        if life.stale:
+            anytime.append((2, partial(life.admit_late, number())))
+        if life.requests:
+            anytime += [
+                (4, partial(life.fork, number(), text(3), rng.random() < 0.7, self.turns())),
+                (4, partial(life.write, number(), self.output())),
+                (8, partial(life.decode, number(), [self.output() for _ in range(rng.randint(1, 4))])),
+                (4, partial(life.publish, number(), rng.choice((0, 0, 0, 1, 2, 5)))),
+                (3, partial(life.finish, number(), rng.random() < 0.7)),
+                (1, partial(life.forget_copy, number())),
+            ]
+        rng.choices([action for _, action in anytime], [weight for weight, _ in anytime])[0]()
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(int(os.environ.get("RADIX_SEEDS", "24"))))
+def test_a_long_random_life(seed: int) -> None:
+    """The same rules and checks, hundreds of steps in a row."""
+    dice = Dice(seed)
+    life = TreeLife()
+    life.begin(1 + seed % 6, 2 + seed % 2, dice.rng.randint(6, 40))
+    for _ in range(150):
+        dice.step(life)
+        life.tree_is_sound()
+        life.every_page_is_somebodys()
+        life.contents_are_right()
+    life.teardown()
