@@ -45,15 +45,21 @@ class Linear:
         """x [rows, in] -> [rows, out]."""
         return self._product(x) if self._row_tile == 0 else self._tiled(x)
 
-    def prepare(self, *, deterministic: bool) -> None:
-        """Pack the weight where that pays; if `deterministic`, choose the largest tile whose rows are independent."""
+    def prepare(self, *, deterministic: bool, tiles: dict[torch.Size, int] | None = None) -> None:
+        """Pack the weight where that pays; if `deterministic`, choose the largest tile whose rows are independent.
+
+        `tiles` remembers the choice by shape: the order of sums depends on that, not on the numbers.
+        """
         weight = self.weight
         packed = _packed_product(weight, self.bias)
         if packed is not None:
             self._product, self._weight = packed, None
         if deterministic:
-            rows = _trial_rows(weight, ROW_TILE)
-            self._row_tile = ROW_TILE if _rows_are_independent(self._product, rows) else 1
+            known = {} if tiles is None else tiles
+            if weight.shape not in known:
+                rows = _trial_rows(weight, ROW_TILE)
+                known[weight.shape] = ROW_TILE if _rows_are_independent(self._product, rows) else 1
+            self._row_tile = known[weight.shape]
 
     def _tiled(self, x: torch.Tensor) -> torch.Tensor:
         rows, tile = x.shape[0], self._row_tile

@@ -128,8 +128,9 @@ class Decoder:
         for layer in self.layers:
             if layer.qk_norm is not None:
                 _spread_qk_norm(layer.qk_norm, self.config)
+        tiles: dict[torch.Size, int] = {}
         for linear in (self.head, *(linear for layer in self.layers for linear in layer.linears())):
-            linear.prepare(deterministic=self._deterministic)
+            linear.prepare(deterministic=self._deterministic, tiles=tiles)
 
 
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
