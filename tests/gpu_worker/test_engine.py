@@ -227,8 +227,18 @@ def test_groups_name_the_rows_that_share_pages() -> None:
         bench.step([0, 1, 3], group_slots=pack([3, 1]), group_sizes=pack([2]), group_pages=pack([3]))
 
 
+def test_a_group_whose_pages_differ_is_refused() -> None:
+    bench = Bench()
+    opens = (open_slot(0, 5, [0, 1]), open_slot(1, 5, [2, 3]))
+    bench.step(opens=opens, prefills=(prefill(0, PROMPT[:5]), prefill(1, PROMPT[:5])))
+    with pytest.raises(ProtocolError, match="differ"):
+        bench.step([0, 1], group_slots=pack([0, 1]), group_sizes=pack([2]), group_pages=pack([1]))
+
+
 def test_scores_of_output_tokens_are_raw() -> None:
-    params = greedy(logprobs=3, logprob_token_ids=pack([7, 8]), frequency_penalty=1.9, stop_token_ids=(2,))
+    params = greedy(
+        logprobs=3, logprob_token_ids=pack([7, 8]), repetition_penalty=1.9, min_new_tokens=3, stop_token_ids=(2,)
+    )
     bench = Bench()
     result = bench.step(opens=(open_slot(0, 7, [0, 1], params),), prefills=(prefill(0, PROMPT),))
     (row,) = result.scores

@@ -130,6 +130,15 @@ class Stage:
         assert await asyncio.to_thread(self.in_forward.wait, 20)
         self.in_forward.clear()
 
+    async def waits_for_masks(self) -> None:
+        """The step in execution has done its forward and waits."""
+        await self.reached_forward()
+        self.gate.set()
+        while True:
+            self.worker.heartbeat()
+            if (await self.script.next(Heartbeat)).step_age_ms == 0:
+                return
+
     async def turn(self) -> None:
         """Everything sent so far has gone through the worker's loop."""
         self.script.send(Ping(9))
@@ -236,11 +245,8 @@ async def test_the_wait_for_masks_does_not_age_a_step(stage: Stage) -> None:
     await stage.reached_forward()
     stage.worker.heartbeat()
     assert (await script.next(Heartbeat)).step_age_ms > 0
-    stage.gate.set()
-    while True:
-        stage.worker.heartbeat()
-        if (await script.next(Heartbeat)).step_age_ms == 0:
-            break
+    stage.in_forward.set()
+    await stage.waits_for_masks()
     script.send(TokenMasks(0, 3, pack([0])), only(42))
     await script.result()
 
@@ -315,7 +321,7 @@ async def test_reset_ends_the_wait_for_masks(stage: Stage) -> None:
     script = stage.script
     await script.welcome()
     script.step(opens=(open_slot(0, 3, [0, 1]),), prefills=(prefill(0, PROMPT),), masked_slots=pack([0]))
-    await stage.reached_forward()
+    await stage.waits_for_masks()
     script.send(WorkerReset(3, "again"))
     await script.welcome()
     script.open()
@@ -333,8 +339,8 @@ async def test_an_exception_in_a_step_is_a_fault_and_the_next_incarnation_works(
     await script.welcome()
     stage.bench.runner.error = error
     stage.gate.clear()
-    script.open()
-    script.step([0])
+    script.open(0)
+    script.open(1)
     stage.gate.set()
     fault = await script.next(WorkerFault)
     assert (fault.kind, fault.step_id) == (kind, 0)
@@ -345,6 +351,7 @@ async def test_an_exception_in_a_step_is_a_fault_and_the_next_incarnation_works(
     await script.welcome()
     script.open()
     assert tokens(await script.result()) == toy_greedy(PROMPT, 1)
+    assert len(stage.bench.runner.batches) == 1  # the step behind the failed one was not executed
 
 
 async def test_one_bad_row_leaves_the_others_alone(stage: Stage) -> None:
