@@ -49,7 +49,7 @@ class Door:
             return _rejected(message, "internal", "malformed request")
         model = self._fleet.model
         if model is not None:
-            ids = ints.unpack(message.prompt_ids)
+            ids = ints.unpack(message.prompt_ids + message.output_ids)
             if min(ids) < 0 or max(ids) >= model.vocab_size:
                 return _rejected(message, "internal", f"a token id is outside the vocabulary of {model.vocab_size}")
         limit = self._fleet.max_request_tokens

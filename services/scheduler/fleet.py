@@ -8,6 +8,7 @@ import msgspec
 import structlog
 
 from services.scheduler.edge import Edge
+from services.scheduler.inflight import InflightStep
 from services.scheduler.worker import Worker
 from shared import ints
 from shared.clock import Clock
@@ -140,8 +141,8 @@ class Fleet:
         if worker is not None:
             worker.heartbeat = message
 
-    def take_result(self, worker: Worker, result: StepResult) -> bool:
-        """Whether the result is the one that is owed next. A gap is never guessed about: the worker starts over."""
+    def take_result(self, worker: Worker, result: StepResult) -> InflightStep | None:
+        """The step whose result this is. A gap is never guessed about: the worker starts over."""
         step = worker.inflight[0] if worker.inflight else None
         if result.epoch != self._epoch:
             problem = f"result of epoch {result.epoch}"
@@ -152,9 +153,9 @@ class Fleet:
         else:
             worker.inflight.popleft()
             worker.head_since = self._clock.now()
-            return True
+            return step
         self.drop(worker, problem)
-        return False
+        return None
 
     def send(self, worker: Worker, message: msgspec.Struct, *frames: bytes) -> bool:
         """To a worker of the fleet. One that cannot take it is lost: credits stay far below its queue."""

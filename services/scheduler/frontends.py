@@ -9,7 +9,7 @@ import structlog
 
 from services.scheduler.edge import Edge
 from shared.clock import Clock
-from shared.messages.control import Ping
+from shared.messages.control import Heartbeat, Ping
 from shared.messages.request import SystemStatus
 from shared.transport import PeerBusy, PeerGone
 
@@ -25,6 +25,7 @@ class Tokenizer:
         self.service_id = service_id
         self.last_heard = now
         self.gone_since = 0.0  # 0: connected
+        self.heartbeat: Heartbeat | None = None
 
 
 class Frontends:
@@ -51,6 +52,11 @@ class Frontends:
         self.tokenizers[identity] = Tokenizer(identity, service_id, now)
         log.info("tokenizer joined", tokenizer=identity.decode(errors="replace"))
         return True
+
+    def heartbeat(self, identity: bytes, message: Heartbeat) -> None:
+        tokenizer = self.tokenizers.get(identity)
+        if tokenizer is not None:
+            tokenizer.heartbeat = message
 
     def send(self, identity: bytes, message: msgspec.Struct) -> None:
         """What cannot be delivered is dropped: whoever is gone has nobody waiting, whoever is stuck asks again."""

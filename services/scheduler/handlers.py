@@ -28,6 +28,7 @@ class Handlers:
         self._sequence = 0
         self._tokenizer_table: dict[type, Handler] = {
             Hello: self._greet_tokenizer,
+            Heartbeat: core.frontends.heartbeat,
             GenerateRequest: self._generate,
             AbortRequest: self._abort,
             StreamAck: self._acknowledge,
@@ -72,7 +73,7 @@ class Handlers:
     def _run(self, table: dict[type, Handler], identity: bytes, message: Any) -> None:
         handler = table.get(type(message))
         if handler is None:
-            return  # a Pong or a heartbeat: being heard is all it is for
+            return  # a Pong: being heard is all it is for
         try:
             handler(identity, message)
         except Exception:
@@ -89,10 +90,6 @@ class Handlers:
                 core.lifecycle.finish(request, error("internal error"))
             else:
                 core.frontends.send(identity, RequestRejected(message.request_id, "internal", "internal error"))
-        elif isinstance(message, StepResult):
-            worker = core.fleet.workers.get(identity)
-            if worker is not None:  # its books cannot be trusted any more
-                core.fleet.drop(worker, "its result could not be settled")
 
     def _pong(self, ping: Ping) -> Pong:
         return Pong(ping.nonce, healthy=True, detail=self._core.board.not_ready)
@@ -113,6 +110,9 @@ class Handlers:
             core.frontends.send(identity, refusal)
             return
         earlier = core.lifecycle.requests.get(message.request_id)
+        if earlier is not None and earlier.frontend == identity and message.output_ids:
+            core.outbox.reopen(earlier)  # it has ended, and its frontend has missed that
+            return
         if earlier is not None:
             core.forget(earlier)
         self._sequence += 1
@@ -166,9 +166,16 @@ class Handlers:
         worker = core.fleet.known(identity, message.incarnation)
         if worker is None:
             return
-        step = worker.inflight[0] if worker.inflight else None
-        if step is not None and core.fleet.take_result(worker, message):
+        step = core.fleet.take_result(worker, message)
+        if step is None:
+            return
+        try:
             core.settler.settle(worker, step, message)
+        except Exception:
+            core.metrics.count("internal_errors")
+            log.exception("result could not be settled", worker=worker.key, step_id=step.step_id)
+            core.fleet.drop(worker, "its result could not be settled")
+            core.lifecycle.abandon(step)
 
     def _worker_fault(self, identity: bytes, message: WorkerFault) -> None:
         worker = self._core.fleet.known(identity, message.incarnation)

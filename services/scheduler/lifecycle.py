@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import structlog
 
+from services.scheduler.inflight import InflightStep
 from services.scheduler.metrics import Metrics
 from services.scheduler.request import Request, State
 from services.scheduler.seats import Seats
@@ -127,17 +128,24 @@ class Lifecycle:
             self.num_running -= 1
             self.seats.lose(request)
             self._suspended(request)
-        computing = [request for step in worker.inflight for request in step.rows()]
+        computing = dict.fromkeys(request for step in worker.inflight for request in step.rows())
         worker.inflight.clear()
         for request in computing:
-            request.inflight_rows -= 1
-        for request in dict.fromkeys(computing):
             request.faults += blame
+        # Whoever has rows here has none elsewhere, so none is left, not even of a step that could not be sent.
+        for request in (*computing, *seated):
+            request.inflight_rows = 0
         for request in dict.fromkeys((*computing, *seated)):
             if request.faults >= MAX_FAULTS:
                 self.finish(request, error(f"{request.faults} workers failed while computing this request"))
             else:
                 self.settled(request)
+
+    def abandon(self, step: InflightStep) -> None:
+        """A step of a lost worker was settled in part: none of its rows is in flight any more."""
+        for request in step.rows():
+            request.inflight_rows = 0
+            self.settled(request)
 
     def forget(self, request: Request) -> None:
         """Its frontend holds the last chunk, or is gone."""

@@ -47,6 +47,7 @@ class Outbox:
     def __init__(self, edge: Edge, epoch: int, metrics: Metrics, clock: Clock) -> None:
         self.detokenizers: dict[bytes, Detokenizer] = {}
         self.touched: list[Request] = []
+        self.broken: list[Request] = []  # whose chunk could not be built: they must end
         self._edge = edge
         self._epoch = epoch
         self._metrics = metrics
@@ -89,21 +90,27 @@ class Outbox:
         self._metrics.count("detokenizers_lost")
         for request in streams:
             if request.detokenizer is detokenizer:
-                request.detokenizer = None
-                request.opened = request.told = False
-                request.sent = 0
-                self.touch(request)
+                self.reopen(request)
 
     def probe(self) -> list[Detokenizer]:
         """Those whose connection is gone."""
         return [d for d in list(self.detokenizers.values()) if not self.send_to(d.identity, Ping(0))]
 
+    def reopen(self, request: Request) -> None:
+        """Say everything about it once more."""
+        self._detach(request)
+        self.touch(request)
+
     def forget(self, request: Request) -> None:
+        self._detach(request)
+        request.opened = True  # there is nothing to open any more
+
+    def _detach(self, request: Request) -> None:
         if request.detokenizer is not None:
             request.detokenizer.num_streams -= 1
-            request.detokenizer = None
-        request.opened = True
-        request.sent = len(request.output)
+        request.detokenizer = None
+        request.opened = request.told = False
+        request.sent = 0
 
     def flush(self) -> list[Detokenizer]:
         """Send what was touched; returns the detokenizers that turned out to be gone."""
@@ -149,7 +156,11 @@ class Outbox:
             self.touched.append(request)
 
     def _send_chunks(self, detokenizer: Detokenizer, requests: list[Request], gone: list[Detokenizer]) -> None:
-        chunks = tuple(map(_chunk, requests))
+        try:
+            chunks = tuple(map(_chunk, requests))
+        except Exception:
+            self._sort_out(requests)
+            return
         if self._try(detokenizer, TokenChunks(chunks, self._epoch), gone):
             detokenizer.chunks_sent += 1
             for request in requests:
@@ -158,6 +169,18 @@ class Outbox:
                 request.dirty = False
         else:
             self.touched.extend(requests)
+
+    def _sort_out(self, requests: list[Request]) -> None:
+        """One of them cannot be sent as it is; the others go with the next flush."""
+        for request in requests:
+            try:
+                _chunk(request)
+            except Exception:
+                self._metrics.count("internal_errors")
+                log.exception("chunk failed", request_id=request.request_id)
+                request.drop_scores()
+                self.broken.append(request)
+        self.touched.extend(requests)
 
     def _try(self, detokenizer: Detokenizer, message: StreamOpen | TokenChunks, gone: list[Detokenizer]) -> bool:
         try:

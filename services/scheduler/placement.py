@@ -97,9 +97,8 @@ class Placement:
         self, request: Request, rooms: dict[Worker, _Room], fitting: list[_Room], preferred: Worker | None, now: float
     ) -> bool:
         placed = request.placement
-        if placed is None or now - placed.at > PLACED_FOR_S or placed.worker not in rooms:
-            placed = request.placement = self._choose(request, fitting, preferred, now)
-        elif not rooms[placed.worker].has_room(placed.pages):
+        room = rooms.get(placed.worker) if placed and now - placed.at <= PLACED_FOR_S else None
+        if placed is None or room is None or not room.has_room(placed.pages):
             placed = request.placement = self._choose(request, fitting, preferred, now)
         if placed is None:
             return False

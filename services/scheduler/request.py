@@ -196,6 +196,12 @@ class Request:
             return ints.pack(self.output[start - n : end - n])
         return prompt[4 * start :] + ints.pack(self.output[: end - n])
 
+    def drop_scores(self) -> None:
+        """Go on without any: what came does not fit together."""
+        self.plain = True
+        self.scores = ScoreLog(0, self.sampling)
+        self.prompt_scores = ScoreLog(self.prompt_length, self.sampling)
+
     def complete_prompt_scores(self) -> Scores | None:
         """All prompt scores that were asked for, or None as long as one is missing."""
         if self.prompt_scores_missing < self.prompt_length:

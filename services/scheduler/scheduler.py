@@ -14,7 +14,7 @@ import structlog
 from services.scheduler import dispatch, invariants
 from services.scheduler.core import Core, Edges
 from services.scheduler.handlers import Handlers
-from services.scheduler.lifecycle import abort
+from services.scheduler.lifecycle import abort, error
 from services.scheduler.worker import Worker
 from shared.clock import Clock
 from shared.config import SchedulerConfig
@@ -72,9 +72,7 @@ class Scheduler:
             core.placement.place(core.lifecycle.group_worker)
             for worker in core.fleet.with_credit():
                 self._run_ahead(worker)
-        for detokenizer in core.outbox.flush():
-            core.lose_detokenizer(detokenizer, "connection lost")
-            self.wake.set()  # its streams are opened elsewhere in the next turn
+        self._flush()
         if core.board.due_in() <= 0:
             core.frontends.broadcast(core.board.picture())
         self._after_turn()
@@ -103,6 +101,16 @@ class Scheduler:
         for probe in probes:
             probe()
 
+    def _flush(self) -> None:
+        core = self.core
+        for detokenizer in core.outbox.flush():
+            core.lose_detokenizer(detokenizer, "connection lost")
+            self.wake.set()  # its streams are opened elsewhere in the next turn
+        broken, core.outbox.broken = core.outbox.broken, []
+        for request in broken:
+            core.lifecycle.finish(request, error("internal error"))
+            self.wake.set()
+
     def _run_ahead(self, worker: Worker) -> None:
         """Dispatch steps while the worker has credit and there is something to do."""
         core = self.core
@@ -121,7 +129,7 @@ class Scheduler:
             core.metrics.count("internal_errors")
             log.exception("plan failed", worker=worker.key)
             core.lifecycle.blame(worker)
-            core.fleet.drop(worker, "its step could not be planned")
+            core.fleet.drop(worker, "its step could not be planned", blame=False)
             if self.checking:
                 raise
 

@@ -31,6 +31,8 @@ class StatusBoard:
             return self.detail
         if not len(self._fleet):
             return "no worker is connected"
+        if all(worker.draining for worker in self._fleet):
+            return "every worker is leaving"
         if not self._outbox.detokenizers:
             return "no detokenizer is connected"
         return ""
@@ -119,6 +121,10 @@ class StatusBoard:
         services += [
             _service("detokenizer", d.service_id, d.heartbeat, now - d.last_heard)
             for d in self._outbox.detokenizers.values()
+        ]
+        services += [
+            _service("tokenizer", t.service_id, t.heartbeat, now - t.last_heard)
+            for t in self._core.frontends.tokenizers.values()
         ]
         return tuple(services)
 
