@@ -90,4 +90,5 @@ class Context:
             streaming=streaming,
             keep_alive_interval=self.config.keep_alive_interval,
             headers=headers,
+            offload=self.text.run,
         )

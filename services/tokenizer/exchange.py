@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Protocol
 
 import structlog
@@ -24,6 +24,7 @@ from services.tokenizer.streams import Group, Stream
 
 log = structlog.get_logger(__name__)
 
+INLINE_WEIGHT = 2000  # larger answers are put together in the thread pool
 ADMISSION_WAIT_S = 0.1  # a refusal that comes within this time is a status, not an event
 
 
@@ -43,6 +44,19 @@ class Answerer(Protocol):
         ...
 
 
+class Offload(Protocol):
+    """Runs a function in the thread pool."""
+
+    def __call__(self, work: Callable[[list[Output]], bytes], outputs: list[Output], /) -> Awaitable[bytes]: ...
+
+
+def _weight(output: Output) -> int:
+    """How many rows of log-probabilities there are to be written."""
+    prompt = output.prompt_scores
+    width = 1 + output.scores.k + output.scores.m
+    return (len(output.scores) + (len(prompt) if prompt is not None else 0)) * width
+
+
 class Exchange(Response):
     """Sends the group, answers its client."""
 
@@ -56,6 +70,7 @@ class Exchange(Response):
         streaming: bool,
         keep_alive_interval: float,
         headers: Mapping[str, str],
+        offload: Offload,
     ) -> None:
         super().__init__(headers=dict(headers))
         self._frontend = frontend
@@ -65,6 +80,7 @@ class Exchange(Response):
         self._streaming = streaming
         self._keep_alive_interval = keep_alive_interval
         self._extra_headers = dict(headers)
+        self._offload = offload
         self._gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +92,7 @@ class Exchange(Response):
             log.debug("client gone", request_ids=[s.request.request_id for s in self._group.streams])
         finally:
             self._frontend.close(self._group)
-            self._timer.close(finished=self._group.done)
+            self._timer.close(finished=all(s.done and s.error is None for s in self._group.streams))
 
     async def _whole(self, receive: Receive) -> Response:
         watcher = asyncio.ensure_future(self._watch(receive))
@@ -87,12 +103,15 @@ class Exchange(Response):
                 if self._gone:
                     raise ClientGone
                 for stream, news in self._take():
-                    outputs[stream.index].join(news)
+                    if news is not None:
+                        outputs[stream.index].join(news)
                     if stream.error is not None:
                         raise stream.error
         finally:
             watcher.cancel()
-        return Response(self._answerer.whole(outputs), 200, self._extra_headers, "application/json")
+        is_large = sum(map(_weight, outputs)) > INLINE_WEIGHT
+        body = await self._offload(self._answerer.whole, outputs) if is_large else self._answerer.whole(outputs)
+        return Response(body, 200, self._extra_headers, "application/json")
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -115,6 +134,7 @@ class Exchange(Response):
         group = self._group
         group.writer = asyncio.current_task()
         silence = Silence(self._keep_alive_interval, group.nudge)
+        data = b""
         try:
             while not group.done or group.has_news:
                 await group.wait()
@@ -122,12 +142,14 @@ class Exchange(Response):
                 if failure is not None:
                     yield data + sse.error(failure) + sse.DONE
                     return
+                if group.done and not group.has_news:
+                    break
                 if data or silence.is_long():
                     group.writing_since = time.monotonic()
                     yield data or sse.KEEP_ALIVE
                     group.writing_since = None
                     silence.broken()
-            yield self._answerer.end()
+            yield data + self._answerer.end()
         finally:
             silence.close()
 
@@ -135,19 +157,20 @@ class Exchange(Response):
         """Everything that is new, for one write."""
         pieces = []
         for stream, news in self._take():
-            pieces.append(self._answerer.event(stream.index, news))
+            if news is not None:
+                pieces.append(self._answerer.event(stream.index, news))
             if stream.error is not None:
                 return b"".join(pieces), stream.error
         return b"".join(pieces), None
 
-    def _take(self) -> Iterator[tuple[Stream, Output]]:
+    def _take(self) -> Iterator[tuple[Stream, Output | None]]:
         for stream in self._group.take_ready():
             news = stream.take()
             if news is not None:
                 self._timer.news(stream.index, news)
-            elif stream.error is None:
-                continue
-            yield stream, news or Output(*stream.widths)
+                if stream.error is not None:
+                    news.finish = None  # the error is the end the client sees
+            yield stream, news
 
 
 class Silence:

@@ -34,7 +34,7 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves one app from `start()` to `stop()`."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, log_level: str, root_path: str) -> None:
+    def __init__(self, app: ASGIApp, listener: socket.socket, log_level: str) -> None:
         self._listener = listener
         config = uvicorn.Config(
             app,
@@ -43,7 +43,6 @@ class HttpServer:
             access_log=log_level in ("debug", "info"),
             timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
             timeout_keep_alive=KEEP_ALIVE_S,
-            root_path=root_path,
             lifespan="on",
             ws="none",
             server_header=False,

@@ -58,7 +58,7 @@ class TokenizerService:
             listener.close()
             raise
         level = config.log_level_http or "warning"
-        self._http = HttpServer(app.create(self._context), listener, level, config.fastapi_root_path)
+        self._http = HttpServer(app.create(self._context), listener, level)
         await self._http.start()
         self._listening = True
         if not self._context.frontend.why_not_ready():

@@ -20,10 +20,10 @@ class NativeLogprobs:
         self._with_text = with_text
         self._wanted_ids = wanted_ids
 
-    def lists(self, side: str, columns: ScoreColumns, ids: Sequence[int]) -> dict[str, Any]:
+    def lists(self, side: str, columns: ScoreColumns, ids: Sequence[int]) -> dict[str, list[Any]]:
         """`side` is input or output; `ids` are the tokens at the columns' positions."""
         count = min(len(columns), len(ids))
-        lists: dict[str, Any] = {
+        lists: dict[str, list[Any]] = {
             f"{side}_token_logprobs": [self._row(columns.logprob(i), ids[i]) for i in range(count)]
         }
         if columns.k:

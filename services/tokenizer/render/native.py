@@ -17,6 +17,8 @@ from services.tokenizer.output import Output
 from services.tokenizer.render import finish
 from services.tokenizer.render.logprobs import NativeLogprobs
 
+Lists = dict[str, list[Any]]
+
 
 class NativeItem(msgspec.Struct):
     """What the answer repeats about the prompt of one stream."""
@@ -28,6 +30,19 @@ class NativeItem(msgspec.Struct):
     return_prompt_ids: bool = False
 
 
+class _SoFar:
+    """One stream up to now, each row rendered once."""
+
+    def __init__(self) -> None:
+        self.output = Output()
+        self.lists: Lists = {}
+
+    def join(self, news: Output, lists: Lists) -> None:
+        self.output.join(news)
+        for name, rows in lists.items():
+            self.lists.setdefault(name, []).extend(rows)
+
+
 class NativeAnswerer:
     """Answers of one /generate request, one per item; `listed`: the caller sent a list or n > 1."""
 
@@ -36,17 +51,16 @@ class NativeAnswerer:
         self._listed = listed
         self._deltas = deltas
         self._started = started
-        self._so_far: list[Output | None] = [None] * len(items)
+        self._so_far: dict[int, _SoFar] = {}
 
     def event(self, index: int, news: Output) -> bytes:
-        shown = news
-        if not self._deltas:
-            so_far = self._so_far[index]
-            if so_far is None:
-                so_far = self._so_far[index] = Output(news.scores.k, news.scores.m)
-            so_far.join(news)
-            shown = so_far
-        answer = self._answer(index, shown)
+        lists = self._logprobs(self._items[index], news)
+        if self._deltas:
+            answer = self._answer(index, news, lists)
+        else:
+            so_far = self._so_far.setdefault(index, _SoFar())
+            so_far.join(news, lists)
+            answer = self._answer(index, so_far.output, so_far.lists)
         if self._listed:
             answer["index"] = index
         return sse.event(answer)
@@ -55,10 +69,13 @@ class NativeAnswerer:
         return sse.DONE
 
     def whole(self, outputs: list[Output]) -> bytes:
-        answers = [self._answer(index, output) for index, output in enumerate(outputs)]
+        answers = [
+            self._answer(index, output, self._logprobs(self._items[index], output))
+            for index, output in enumerate(outputs)
+        ]
         return sse.json_bytes(answers if self._listed else answers[0])
 
-    def _answer(self, index: int, output: Output) -> dict[str, Any]:
+    def _answer(self, index: int, output: Output, logprobs: Lists) -> dict[str, Any]:
         item = self._items[index]
         meta: dict[str, Any] = {
             "id": item.rid,
@@ -71,17 +88,18 @@ class NativeAnswerer:
         }
         if output.finish is not None:
             meta["e2e_latency"] = time.monotonic() - self._started
-        if item.logprobs is not None:
-            meta.update(self._logprobs(item, item.logprobs, output))
+        meta.update(logprobs)
         answer: dict[str, Any] = {"text": output.text, "output_ids": output.token_ids.tolist(), "meta_info": meta}
         if item.return_prompt_ids:
             answer["prompt_token_ids"] = item.prompt_ids.tolist()
         return answer
 
-    def _logprobs(self, item: NativeItem, logprobs: NativeLogprobs, output: Output) -> dict[str, Any]:
-        lists = logprobs.lists("output", output.scores, output.token_ids)
+    def _logprobs(self, item: NativeItem, output: Output) -> Lists:
+        if item.logprobs is None:
+            return {}
+        lists = item.logprobs.lists("output", output.scores, output.token_ids)
         if output.prompt_scores is not None:
-            lists.update(logprobs.lists("input", output.prompt_scores, item.prompt_ids[item.prompt_from :]))
+            lists.update(item.logprobs.lists("input", output.prompt_scores, item.prompt_ids[item.prompt_from :]))
         else:
             lists["input_token_logprobs"] = []
         return lists

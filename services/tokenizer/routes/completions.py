@@ -17,7 +17,7 @@ from services.tokenizer.openapi import takes
 from services.tokenizer.render.completions import CompletionAnswerer, EchoedPrompt
 from services.tokenizer.render.usage import Counts
 from services.tokenizer.requests import Prompt
-from services.tokenizer.routes.chat import model_defaults, prompt_options, refuse_constraints, stream_options
+from services.tokenizer.routes.openai_fields import model_defaults, prompt_options, refuse_constraints, stream_options
 from services.tokenizer.sampling import Names, ScoreWishes
 from services.tokenizer.schema import REFUSED_OPENAI, CompletionBody
 from shared.messages.request import SamplingParams
@@ -102,7 +102,7 @@ def _prompts(
 async def _echoed(context: Context, texts: Sequence[Text], prompts: Sequence[Prompt]) -> list[EchoedPrompt]:
     shown = []
     for text, prompt in zip(texts, prompts, strict=True):
-        words = text if isinstance(text, str) else await context.text.decode(prompt.ids)
+        words = text if isinstance(text, str) else await context.text.decode(prompt.ids, skip_special_tokens=False)
         shown.append(EchoedPrompt(words, prompt.ids))
     return shown
 

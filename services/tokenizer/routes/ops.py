@@ -55,6 +55,9 @@ def _health(routes: APIRouter, context: Context) -> None:
             return Response(status_code=503)
         return Response(status_code=200)
 
+    if not context.config.enable_metrics:
+        return
+
     @routes.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text of the whole system."""
