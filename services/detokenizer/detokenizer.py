@@ -114,12 +114,12 @@ class Detokenizer:
         if self.streams:
             log.info("streams dropped, they will be opened again", streams=len(self.streams))
         self.streams.clear()
+        self._outbox.drop_held()
         self._messages = 0
 
     def _open(self, opening: StreamOpen) -> None:
         stream = RequestStream(opening, self._vocabulary)
         self.streams[opening.request_id] = stream
-        self._outbox.forget(stream.frontend, opening.request_id)
         if opening.output_ids or opening.finish is not None:
             self._emit(stream, stream.reopen(opening))
             self._outbox.flush()

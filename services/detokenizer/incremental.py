@@ -1,7 +1,8 @@
 """Ids become text as they come: whole characters only, never a replacement character for half a one.
 
 Bytes that are no UTF-8 are dropped, and so is a character that is incomplete at the end; everything else is
-exact, so the deltas joined are the decoded whole. Leaves stop strings to `stops`.
+exact, so the deltas joined are the decoded whole. `spaces_between_special_tokens` changes nothing, as with every
+fast tokenizer. Leaves stop strings to `stops`.
 """
 
 from __future__ import annotations

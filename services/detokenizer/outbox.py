@@ -97,12 +97,12 @@ class Outbox:
             if box.blocked and now - box.since > FORGET_S:
                 del self._boxes[name]
 
-    def forget(self, frontend: bytes, request_id: str) -> None:
-        """Drop what a request has not got yet: it is told everything again."""
-        box = self._boxes.get(frontend)
-        if box is not None:
-            box.waiting.pop(request_id, None)
-            box.held.pop(request_id, None)
+    def drop_held(self) -> None:
+        """Forget what was not long enough to be sent: its streams are opened again, here or elsewhere."""
+        for frontend, box in list(self._boxes.items()):
+            box.held.clear()
+            if not box.waiting:
+                del self._boxes[frontend]
 
     def clear(self, epoch: int) -> None:
         """A new scheduler life: nothing of the old one may be sent."""

@@ -92,12 +92,25 @@ def test_a_reopened_chunk_replaces_what_waits(outbox: Outbox, wire: Wire) -> Non
     wire.refuse[b"f"] = PeerBusy
     outbox.put(b"f", text("a", 3, "old"), stream=True)
     outbox.flush()
-    outbox.forget(b"f", "a")
     outbox.put(b"f", text("a", 0, "all of it", reopened=True), stream=True)
     outbox.put(b"f", text("a", 9, "!"), stream=True)
     wire.refuse.clear()
     outbox.retry()
     assert [(c.text, c.reopened, c.offset) for c in wire.chunks()] == [("all of it!", True, 0)]
+
+
+def test_held_text_is_dropped_when_streams_begin_again(outbox: Outbox, wire: Wire) -> None:
+    wire.refuse[b"g"] = PeerBusy
+    outbox.put(b"f", text("a", 0, "old"), stream=False)
+    outbox.put(b"g", text("b", 0, "sent later"), stream=True)
+    outbox.flush()
+    outbox.drop_held()
+    outbox.put(b"f", text("a", 0, "all", DONE, reopened=True), stream=False)
+    wire.refuse.clear()
+    outbox.flush()
+    outbox.retry()
+    assert [chunk.text for chunk in wire.chunks()] == ["all"]
+    assert [chunk.text for chunk in wire.chunks(b"g")] == ["sent later"]
 
 
 def test_a_frontend_that_stays_away_is_forgotten(outbox: Outbox, wire: Wire, clock: ManualClock) -> None:
