@@ -20,9 +20,10 @@ from services.scheduler.constraint.completion import Search, TokenOrder, allowed
 from services.scheduler.constraint.matcher import MaskRow, Matcher
 
 _TRIED = 300  # tokens tried in one mask
-_SEARCHED = 200  # states looked at for one mask
-_REPAIR = 200  # states looked at for a new path
+_SEARCHED = 40  # states looked at for one mask, beyond the known path
+_REPAIR = 150  # states looked at for a new path
 _MARGIN = 4  # tokens by which a plain token of a string can lengthen the path: a character it left open
+_CUTS = 4  # ends of the path that a token may lead to
 
 
 class Ending(Struct, frozen=True):
@@ -42,6 +43,7 @@ class BudgetGuard:
         self._order = order
         self._path: list[int] = list(ending.shortest)
         self._unchecked = 0  # tokens the path was not followed through
+        self._after: dict[int, list[int]] = {}  # the path that each token of the last mask was kept for
         self.lost = False
 
     @property
@@ -52,15 +54,20 @@ class BudgetGuard:
     def fork(self) -> BudgetGuard:
         copy = BudgetGuard(self._ending, self._order)
         copy._path, copy._unchecked, copy.lost = list(self._path), self._unchecked, self.lost
+        copy._after = dict(self._after)
         return copy
 
     def follow(self, ids: Sequence[int]) -> None:
         """The matcher took these tokens."""
         count = len(ids)
-        if not self._unchecked and list(ids) == self._path[:count]:
+        known = self._after.get(ids[0]) if count == 1 else None
+        if known is not None:
+            self._path = known
+        elif not self._unchecked and list(ids) == self._path[:count]:
             del self._path[:count]
         else:
             self._unchecked += count
+        self._after = {}
 
     def restrict(self, matcher: Matcher, budget: int, row: MaskRow) -> None:
         """Take from `row` what would not leave room for an end; `budget` counts the token to be sampled."""
@@ -78,35 +85,35 @@ class BudgetGuard:
         np.bitwise_or.at(row.view(np.uint32), ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
 
     def _repair(self, matcher: Matcher, budget: int) -> bool:
-        """A path from the present state: the old one where it still leads to an end, otherwise a new one."""
-        if self._completes(matcher.fork(), self._path):
-            self._unchecked = 0
-        else:
-            path = Search(self._order, _REPAIR).shortest(matcher, budget + self._ending.step, discrepancies=1)
-            if path is None:
-                self.lost = True
-                return False
-            self._path = path
-            self._unchecked = 0
+        """A path from the present state: an end of the old one where it still leads to an end, or a new one."""
+        path = self._shortest_end(matcher, (), len(self._path), self._unchecked + _CUTS)
+        if path is None or len(path) > budget:
+            new = Search(self._order, _REPAIR).shortest(matcher, budget + self._ending.step, discrepancies=1)
+            path = path if new is None else new
+        if path is None:
+            self.lost = True
+            return False
+        self._path = path
+        self._unchecked = 0
         return True
 
     def _safe(self, matcher: Matcher, budget: int, row: MaskRow) -> list[int]:
         """The tokens after which an end is known to fit; an end token always may come."""
-        complete = matcher.is_complete
-        keep = [token for token in self._order.vocabulary.eos_ids if complete]
+        keep = [token for token in self._order.vocabulary.eos_ids if matcher.is_complete]
         if budget <= 0:
             return keep
         if self._path:
-            keep.append(self._path[0])
+            self._after[self._path[0]] = self._path[1:]
         rest = row
         if self._ending.plain_is_harmless and budget - 1 >= len(self._path) + _MARGIN:
             rest, plain = self._split(row)
             keep += plain
         search = Search(self._order, _SEARCHED)
         for token in self._tried(rest):
-            if self._fits(matcher, token, budget - 1, search):
-                keep.append(token)
-        return keep
+            path = self._path_after(matcher, token, budget - 1, search)
+            if path is not None:
+                self._after[token] = path
+        return keep + list(self._after)
 
     def _split(self, row: MaskRow) -> tuple[MaskRow, list[int]]:
         """The tokens to try, and those that are known to be harmless: many plain ones only fit an open string."""
@@ -121,20 +128,22 @@ class BudgetGuard:
         """Allowed tokens in the order in which they are tried: the promising ones, then the common ones."""
         first = self._order.candidates(row)
         others = allowed(row, self._order.vocabulary)[:_TRIED].tolist()
-        ends = self._order.vocabulary.eos_ids
-        return [token for token in dict.fromkeys([*first, *others]) if token not in ends]
+        known = {*self._order.vocabulary.eos_ids, *self._after}
+        return [token for token in dict.fromkeys([*first, *others]) if token not in known]
 
-    def _fits(self, matcher: Matcher, token: int, budget: int, search: Search) -> bool:
+    def _path_after(self, matcher: Matcher, token: int, room: int, search: Search) -> list[int] | None:
+        """A completion of at most `room` tokens after `token`, if one is known or quickly found."""
+        path = self._shortest_end(matcher, (token,), room, _CUTS)
+        if path is not None or search.nodes <= 0 or room < 1:
+            return path
         after = matcher.fork()
-        if not after.advance([token]):
-            return False
-        if after.is_complete:
-            return True
-        if len(self._path) <= budget and self._completes(after.fork(), self._path):
-            return True
-        if 0 < len(self._path) - 1 <= budget and self._completes(after.fork(), self._path[1:]):
-            return True
-        return search.nodes > 0 and search.shortest(after, budget, discrepancies=0) is not None
+        return search.shortest(after, room, discrepancies=0) if after.advance([token]) else None
 
-    def _completes(self, matcher: Matcher, path: Sequence[int]) -> bool:
-        return matcher.advance(path) and matcher.is_complete
+    def _shortest_end(self, matcher: Matcher, first: Sequence[int], room: int, cuts: int) -> list[int] | None:
+        """The shortest of the last parts of the path that complete the text after `first`."""
+        if matcher.completes(first):
+            return []
+        for cut in range(min(cuts, len(self._path) - 1), -1, -1):
+            if len(self._path) - cut <= room and matcher.completes([*first, *self._path[cut:]]):
+                return self._path[cut:]
+        return None

@@ -18,6 +18,7 @@ ANY_JSON = "$$ANY$$"
 _ANY_SCHEMA = {"type": ["object", "array"]}
 _SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _SCHEMA_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
 _VALUES = frozenset({"enum", "const"})
 _REMARKS = frozenset({"title", "description", "examples", "default", "$comment", "x-guidance", "deprecated"})
 
@@ -85,6 +86,8 @@ def _ordered_schema(schema: Any) -> Any:
 def _ordered_keyword(name: str, value: Any) -> Any:
     if name in _VALUES:
         return value
+    if name in _COUNTS and isinstance(value, float) and value.is_integer():
+        return int(value)  # 2.0 is a whole number in JSON Schema
     if name in _SCHEMA_MAPS and isinstance(value, dict):
         return {inner: _ordered_schema(schema) for inner, schema in value.items()}
     if isinstance(value, list):

@@ -1,13 +1,17 @@
 """A shortest completion: few tokens that take a matcher from where it is to a text that satisfies its grammar.
 
-The search is limited discrepancy search (Harvey and Ginsberg, 1995) over copies of the matcher: first the path
-that takes the token which most likely closes something at every choice, then the paths that differ from it once,
-twice, ...; forced tokens are no choice. Leaves the use of it to `budget`.
+The search runs over copies of the matcher. First comes the path that takes, at every choice, the token which
+most likely closes something; then limited discrepancy search (Harvey and Ginsberg, 1995) looks at the paths that
+differ from it once, twice, ... Where the first path finds no end, short paths come first, and those whose masks
+are new: masks that repeat lead in circles. Forced tokens are no choice. Leaves the use of it to `budget`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -18,12 +22,11 @@ from services.scheduler.constraint.vocabulary import WORD_BITS, Vocabulary
 
 _QUOTE = b'"'
 _BRACKETS = frozenset(b"]})")
-_MARKS = frozenset(b"'`<>;.,:@-/ \n")
+_MARKS = b"@.:,-/=<>;'` \n"  # what often ends one part of a text and begins the next, in this order
 _ATOMS = (b'""', b"0", b"[]", b"{}", b"null", b"true")
-_WIDTH = 8  # choices looked at in one state
+_WIDTH = 10  # choices looked at in one state
 _LONG = 512
-_DIVE = 96
-_LIMITS = (4, 8, 16, 32, 64, 128)
+_DIVE = 96  # states in which the first path must find an end
 _PLAIN_FORBIDDEN = frozenset(range(0x20)) | frozenset(b'"\\\x7f')
 
 
@@ -40,13 +43,15 @@ class TokenOrder:
         brackets = _ids([(t, b) for t, b in ends if b[0] in _BRACKETS])
         atoms = _ids(sorted(((t, b) for t, b in texts if b in _ATOMS), key=lambda pair: _ATOMS.index(pair[1])))
         digits = _ids(sorted(((t, b) for t, b in texts if len(b) == 1 and b.isdigit()), key=lambda pair: -pair[1][0]))
-        marks = _ids([(t, b) for t, b in texts if len(b) <= 2 and _MARKS.issuperset(b)])
+        marks = _ids(
+            sorted(((t, b) for t, b in texts if len(b) == 1 and b in _MARKS), key=lambda p: _MARKS.index(p[1]))
+        )
         commas = _ids([(t, b) for t, b in texts if b in (b",", b":", b',"')])
         long = _ids([(t, b) for t, b in by_length if b.isalnum()][:_LONG])
         short = _ids(sorted(texts, key=lambda pair: len(pair[1]))[:_LONG])
         self._letters = _ids([(t, b) for t, b in texts if b in (b"a", b"q")])
         # inside a text brackets are text, and a quote ends it; outside a quote may begin one
-        self._in_text = ((quotes, 2), (marks, 2), (long, 1), (digits, 1), (short, 2))
+        self._in_text = ((quotes, 2), (marks, 4), (long, 1), (digits, 1), (short, 2))
         self._outside = (
             (brackets, 2),
             (commas, 1),
@@ -102,26 +107,52 @@ class Search:
         self._most = 0
 
     def shortest(self, matcher: Matcher, most: int, discrepancies: int = 2) -> list[int] | None:
-        """The shortest completion found with at most `most` tokens; `matcher` stays as it is.
-
-        The first path is followed for `_DIVE` states. Where that finds no end, its choices may repeat for ever,
-        and growing limits take its place.
-        """
+        """The shortest completion found with at most `most` tokens; `matcher` stays as it is."""
         if matcher.is_complete:
             return []
         self._best = None
         self._most = most
         self._walk(matcher.fork(), 0, self.nodes - _DIVE)
-        limits = [] if self._best is not None else [limit for limit in _LIMITS if limit < most]
-        for left, limit in zip(range(len(limits) + 1, 0, -1), [*limits, most], strict=True):
-            reserve = self.nodes - self.nodes // left
-            for extra in range(1, discrepancies + 1):
-                self._most = min(limit, len(self._best) - 1 if self._best is not None else most)
-                if not self._walk(matcher.fork(), extra, reserve):
-                    break
-            if self._best is not None:
+        if self._best is None:
+            self._rotate(matcher.fork())
+        if self._best is None:
+            if discrepancies:
+                self._spread(matcher.fork())
+            return self._best
+        for extra in range(1, discrepancies + 1):
+            if not self._walk(matcher.fork(), extra, 0):
                 break
         return self._best
+
+    def _rotate(self, matcher: Matcher) -> None:
+        """One path; where the same mask comes again, the next of its choices is taken: that leaves circles."""
+        path: list[int] = []
+        seen: Counter[bytes] = Counter()
+        for _ in range(min(_DIVE, self.nodes)):
+            self.nodes -= 1
+            self._row[:] = 0
+            choices = self._choices(matcher, path)
+            turn = seen[mask := self._row.tobytes()]
+            seen[mask] += 1
+            children = list(self._children(matcher, path, choices))
+            if self._best is not None or not children:
+                return
+            _, matcher, path = children[turn % len(children)]
+
+    def _spread(self, start: Matcher) -> None:
+        """Short paths first; each state with a mask seen before puts its followers one place further back."""
+        order = itertools.count()
+        todo: list[tuple[int, int, Matcher, list[int]]] = [(0, next(order), start, [])]
+        seen: Counter[bytes] = Counter()
+        while todo and self.nodes > 0 and self._best is None:
+            _, _, matcher, path = heapq.heappop(todo)
+            self.nodes -= 1
+            self._row[:] = 0
+            choices = self._choices(matcher, path)
+            mask = self._row.tobytes()
+            seen[mask] += 1
+            for _, child, longer in self._children(matcher, path, choices):
+                heapq.heappush(todo, (len(longer) + seen[mask], next(order), child, longer))
 
     def _walk(self, start: Matcher, extra: int, reserve: int) -> bool:
         """Depth first until `reserve` states are left. False: no path has more than `extra` choices."""
@@ -132,23 +163,29 @@ class Search:
                 return False
             matcher, path, left = todo.pop()
             self.nodes -= 1
-            children = []
-            for rank, ids in enumerate(self._choices(matcher, path)):
-                if rank and not left:
-                    cut = True
-                    break
-                if len(path) + len(ids) > self._most:
-                    continue
-                child = matcher.fork()
-                if not child.advance(ids):
-                    continue
-                if child.is_complete:
-                    self._best = [*path, *ids]
-                    self._most = len(self._best) - 1
-                else:
-                    children.append((child, [*path, *ids], left - (rank > 0)))
-            todo += reversed(children)  # the last one is looked at first
+            choices = self._choices(matcher, path)
+            usable = choices if left else choices[:1]
+            cut |= len(usable) < len(choices)
+            children = list(self._children(matcher, path, usable))
+            # the last one is looked at first
+            todo += [(child, longer, left - (rank > 0)) for rank, child, longer in reversed(children)]
         return cut
+
+    def _children(
+        self, matcher: Matcher, path: list[int], choices: list[Sequence[int]]
+    ) -> Iterator[tuple[int, Matcher, list[int]]]:
+        """(rank, matcher, path) after each choice that may still become the best; notes those that are complete."""
+        for rank, ids in enumerate(choices):
+            if len(path) + len(ids) > self._most:
+                continue
+            child = matcher.fork()
+            if not child.advance(ids):
+                continue
+            if child.is_complete:
+                self._best = [*path, *ids]
+                self._most = len(self._best) - 1
+            else:
+                yield rank, child, [*path, *ids]
 
     def _choices(self, matcher: Matcher, path: list[int]) -> list[Sequence[int]]:
         """What may come next, the most promising first; nothing where no better completion can follow."""

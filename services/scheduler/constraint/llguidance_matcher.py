@@ -14,17 +14,18 @@ from services.scheduler.constraint.vocabulary import Vocabulary
 class LLGuidanceMatcher:
     """See the Matcher protocol. Copies of one matcher share its lexer, so their masks warm each other up."""
 
-    __slots__ = ("_inner", "_words")
+    __slots__ = ("_eos", "_inner", "_words")
 
-    def __init__(self, inner: LLMatcher, words: int) -> None:
+    def __init__(self, inner: LLMatcher, words: int, eos: int) -> None:
         self._inner = inner
         self._words = words
+        self._eos = eos
 
     @classmethod
     def build(cls, grammar: str, vocabulary: Vocabulary, limits: Limits) -> LLGuidanceMatcher:
         """The matcher at the beginning of `grammar`; milliseconds, with the interpreter's lock released."""
         inner = LLMatcher(vocabulary.table, grammar, log_level=0, limits=parser_limits(limits))
-        return cls(inner, vocabulary.words)
+        return cls(inner, vocabulary.words, vocabulary.eos_ids[0])
 
     @property
     def error(self) -> str:
@@ -44,6 +45,10 @@ class LLGuidanceMatcher:
     def count_valid(self, ids: Sequence[int]) -> int:
         return 0 if self._inner.is_error() else self._inner.validate_tokens(list(ids))
 
+    def completes(self, ids: Sequence[int]) -> bool:
+        # an end token is valid exactly where the text is complete; a tenth of the price of taking the tokens
+        return self.count_valid([*ids, self._eos]) == len(ids) + 1
+
     def forced_tokens(self) -> list[int]:
         return [] if self._inner.is_error() else self._inner.compute_ff_tokens()
 
@@ -56,4 +61,4 @@ class LLGuidanceMatcher:
         return not self._inner.is_error()
 
     def fork(self) -> LLGuidanceMatcher:
-        return LLGuidanceMatcher(self._inner.deep_copy(), self._words)
+        return LLGuidanceMatcher(self._inner.deep_copy(), self._words, self._eos)

@@ -39,6 +39,10 @@ class Matcher(Protocol):
         """How many of `ids`, from the first, could be taken now. Changes nothing."""
         ...
 
+    def completes(self, ids: Sequence[int]) -> bool:
+        """Would the output be complete after `ids`? Changes nothing."""
+        ...
+
     def forced_tokens(self) -> list[int]:
         """Tokens that must follow, in the tokenizer's own spelling.
 
