@@ -29,7 +29,10 @@ def draw(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
     scale = max(1.0, expected.abs().max().item())
-    return bool(torch.isfinite(actual).all()) and (actual.double() - expected).abs().max().item() < TOLERANCE[dtype] * scale
+    return (
+        bool(torch.isfinite(actual).all())
+        and (actual.double() - expected).abs().max().item() < TOLERANCE[dtype] * scale
+    )
 
 
 @DTYPES

@@ -1,7 +1,8 @@
 """Attention through the worker's own CPU kernels. Leaves arithmetic to kernels/src, fallback to the caller.
 
 A query's result depends on its position and keys alone: not on the other rows, the chunking of its prompt, decode or
-prefill, or the number of threads. So it is the same, bit by bit, alone, in any batch and after a resume.
+prefill, or the number of threads. So it is the same, bit by bit, alone, in any batch and after a resume. Groups of
+rows that share pages keep that only as far as whole blocks of keys are shared, and are cut to these when asked.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import ctypes
 import torch
 
 from services.gpu_worker.attention.base import AttentionBackend, AttentionSpec
-from services.gpu_worker.batch import ForwardBatch
+from services.gpu_worker.batch import ForwardBatch, SharedGroup
 from services.gpu_worker.kernels import NativeUnavailable, library
 from services.gpu_worker.kernels.library import DTYPES, LayerCall, Library
 from services.gpu_worker.kernels.pages import PageCopier
 from services.gpu_worker.kv_cache import KVCache
+from services.gpu_worker.models.config import ModelConfig
 
 __all__ = ["NativeAttention", "NativeUnavailable", "load"]
 
@@ -28,18 +30,21 @@ _PLAN_ERRORS = {
 }
 
 
-def load(kv_cache: KVCache, config: object = None) -> AttentionBackend:
+def load(kv_cache: KVCache, config: ModelConfig) -> AttentionBackend:
     """The native backend over `kv_cache`. Raises NativeUnavailable where it cannot run."""
     kernels = library.load()
-    attention = NativeAttention(kv_cache, kernels)
+    attention = NativeAttention(kv_cache, kernels, exact_groups=config.deterministic)
     kv_cache.page_copier = PageCopier(kernels, kv_cache.layers)
     return attention
 
 
 class NativeAttention:
-    """AttentionBackend over a CPU cache of fp32 or bf16."""
+    """AttentionBackend over a CPU cache of fp32 or bf16.
 
-    def __init__(self, kv_cache: KVCache, kernels: Library) -> None:
+    Decode rows of a group read its shared pages once. exact_groups: only as far as no bit changes by it.
+    """
+
+    def __init__(self, kv_cache: KVCache, kernels: Library, *, exact_groups: bool = False) -> None:
         layer = kv_cache.layers[0]
         if layer.device.type != "cpu" or layer.dtype not in DTYPES:
             raise NativeUnavailable(f"no native attention for {layer.dtype} on {layer.device.type}")
@@ -47,6 +52,7 @@ class NativeAttention:
         self._num_pages, _, self._kv_heads, self._page_size, self._head_dim = layer.shape
         self._dtype = layer.dtype
         self._kernels = kernels
+        self._exact_groups = exact_groups
         self._run = kernels.functions.rf_attention
         self._plan = ctypes.c_void_p(kernels.functions.rf_plan_new())
         self._batch: ForwardBatch | None = None
@@ -77,8 +83,9 @@ class NativeAttention:
             _contiguous(batch.kv_lengths, torch.int32),
             _contiguous(batch.page_tables, torch.int32),
             _contiguous(batch.kv_slots, torch.int64),
+            *_group_arrays(batch.groups),
         )
-        indptr, lengths, tables, slots = arrays
+        indptr, lengths, tables, slots, *groups = arrays
         wrong = self._kernels.functions.rf_plan_make(
             self._plan,
             indptr.data_ptr(),
@@ -95,6 +102,9 @@ class NativeAttention:
             self._num_pages,
             DTYPES[self._dtype],
             torch.get_num_threads(),
+            *(array.data_ptr() for array in groups),
+            len(batch.groups),
+            self._exact_groups,
         )
         if wrong:
             raise ValueError(f"attention plan: {_PLAN_ERRORS[wrong]}")
@@ -122,6 +132,16 @@ class NativeAttention:
         call.scale, call.soft_cap, call.window = spec.scale, spec.soft_cap, spec.sliding_window
         self._run(self._kernels.isa_id, self._plan, ctypes.byref(call))
         return out
+
+
+def _group_arrays(groups: tuple[SharedGroup, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All groups' rows one after the other, their numbers of rows and of pages; int32."""
+    rows = [group.rows.to(torch.int32) for group in groups]
+    return (
+        torch.cat(rows) if rows else torch.empty(0, dtype=torch.int32),
+        torch.tensor([len(r) for r in rows], dtype=torch.int32),
+        torch.tensor([group.num_pages for group in groups], dtype=torch.int32),
+    )
 
 
 def _contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

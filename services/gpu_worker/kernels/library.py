@@ -92,7 +92,11 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rf_plan_free": (None, (_P,)),
     "rf_plan_make": (
         c_int,
-        (_P, _P, _P, _P, c_int64, _P, c_int, c_int, c_int, c_int, c_int, c_int, c_int64, c_int, c_int),
+        (
+            *(_P, _P, _P, _P, c_int64, _P),  # the batch's arrays
+            *(c_int, c_int, c_int, c_int, c_int, c_int, c_int64, c_int, c_int),  # its shape
+            *(_P, _P, _P, c_int, c_int),  # groups
+        ),
     ),
     "rf_plan_kv_bytes": (c_uint64, (_P,)),
     "rf_attention": (None, (c_int, _P, POINTER(LayerCall))),

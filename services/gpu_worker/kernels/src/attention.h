@@ -55,16 +55,25 @@ struct Attention {
     return (const T*)call.cache + ((id * 2 + value) * batch.kv_heads + head) * page_elements;
   }
 
-  // Token and query head of a lane of an item's row.
-  int64_t query_offset(int row, int kv_head, int lane, int64_t stride) const {
-    return (batch.qo_indptr[row] + lane / group) * stride + (int64_t)(kv_head * group + lane % group) * head_dim;
+  int row_of(const Item& item, int lane) const {
+    return item.members < 0 ? item.row : batch.members[item.members + lane / group];
+  }
+  int token_of(const Item& item, int lane) const {
+    return batch.qo_indptr[row_of(item, lane)] + (item.members < 0 ? lane / group : 0);
+  }
+  int position_of(const Item& item, int lane) const {
+    const int row = row_of(item, lane);
+    return batch.kv_lengths[row] - batch.qo_indptr[row + 1] + token_of(item, lane);
+  }
+  int64_t query_offset(const Item& item, int lane, int64_t stride) const {
+    return token_of(item, lane) * stride + (int64_t)(item.kv_head * group + lane % group) * head_dim;
   }
 
   // Queries of one tile, transposed: [word of d][16 lanes].
   void pack_queries(const Item& item, int lane, int live, Word* dst) {
     if (live < kLanes) memset(staging, 0, (size_t)kLanes * key_words * 4);
     for (int i = 0; i < live; i++) {
-      const T* q = (const T*)call.q + query_offset(item.row, item.kv_head, lane + i, call.q_stride);
+      const T* q = (const T*)call.q + query_offset(item, lane + i, call.q_stride);
       Engine::key_row(q, head_dim, staging + i * key_words);
     }
     for (int w = 0; w < key_words; w += 16)
@@ -100,15 +109,19 @@ struct Attention {
   }
 
   Visible visible_keys(const Item& item, int lane, int live) const {
-    const int tokens = batch.qo_indptr[item.row + 1] - batch.qo_indptr[item.row];
-    const int start = batch.kv_lengths[item.row] - tokens;
     Visible visible;
+    visible.min_first = visible.min_last = INT32_MAX;
+    visible.max_first = visible.max_last = 0;
     for (int i = 0; i < kLanes; i++) {
-      visible.last[i] = start + (lane + (i < live ? i : live - 1)) / group;
-      visible.first[i] = call.window > 0 && visible.last[i] >= call.window ? visible.last[i] - call.window + 1 : 0;
+      const int position = position_of(item, lane + (i < live ? i : live - 1));
+      const int first = call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
+      const int last = position < item.end_key ? position : item.end_key - 1;
+      visible.first[i] = first, visible.last[i] = last;
+      visible.min_first = first < visible.min_first ? first : visible.min_first;
+      visible.max_first = first > visible.max_first ? first : visible.max_first;
+      visible.min_last = last < visible.min_last ? last : visible.min_last;
+      visible.max_last = last > visible.max_last ? last : visible.max_last;
     }
-    visible.min_first = visible.first[0], visible.min_last = visible.last[0];
-    visible.max_first = visible.first[kLanes - 1], visible.max_last = visible.last[kLanes - 1];
     return visible;
   }
 
@@ -128,8 +141,9 @@ struct Attention {
     else Engine::weighted((const Word*)s, values, stepped, head_dim, result, (live + kWidth - 1) / kWidth);
   }
 
+  float* partial_at(int64_t index) const { return batch.partials + index * state_floats; }
   float* partial(const Split& split, int tile, int b) const {
-    return batch.partials + (split.first_partial + (int64_t)tile * split.blocks + b) * state_floats;
+    return partial_at(split.first_partial + (int64_t)tile * split.blocks + b - split.first_block);
   }
   static int live_lanes(const Item& item, int tile) {
     return item.lanes - tile * kLanes < kLanes ? item.lanes - tile * kLanes : kLanes;
@@ -139,11 +153,14 @@ struct Attention {
     else merge_wide(state, add, width);
   }
 
-  // Keys of the block that a tile sees, rounded up to tiles of 16; 0: none.
-  static int keys_seen(const Visible& visible, int first_key) {
-    const int count = visible.max_last + 1 - first_key;
-    if (count <= 0 || first_key + kBlock <= visible.min_first) return 0;
-    return count < kBlock ? padded(count, 16) : kBlock;
+  // The item's first key in a block.
+  static int start_of(const Item& item, int b) { return b * kBlock > item.first_key ? b * kBlock : item.first_key; }
+
+  // Keys of the block that a tile sees, from its first one on; 0: none.
+  static int keys_seen(const Item& item, const Visible& visible, int b) {
+    const int start = start_of(item, b), limit = (b + 1) * kBlock < item.end_key ? (b + 1) * kBlock : item.end_key;
+    const int end = visible.max_last + 1 < limit ? visible.max_last + 1 : limit;
+    return end > start && limit > visible.min_first ? end - start : 0;
   }
 
   void finish_tile(const Item& item, const Visible& visible, int tile, float* s, int b, int count) {
@@ -153,52 +170,87 @@ struct Attention {
       if (split) clear_state(result, width);
       return;
     }
-    attend(item, s, b * kBlock, count, live_lanes(item, tile), visible, result);
+    attend(item, s, start_of(item, b), padded(count, 16), live_lanes(item, tile), visible, result);
     if (!split) merge(item, states + tile * state_floats, block);
   }
 
   // Tiles go two by two: with small heads they share the loads of K.
   void run_block(const Item& item, const Visible* visible, int tiles, int b) {
-    const int first_key = b * kBlock, most = visible[tiles - 1].max_last + 1 - first_key;
-    if (most > 0 && first_key + kBlock > visible[0].min_first) load_block(item, first_key, most < kBlock ? most : kBlock);
+    int counts[kMaxItemTiles + 1] = {}, most = 0;
+    for (int t = 0; t < tiles; t++) {
+      counts[t] = keys_seen(item, visible[t], b);
+      most = counts[t] > most ? counts[t] : most;
+    }
+    if (most) load_block(item, start_of(item, b), most);
     for (int t = 0; t < tiles; t += 2) {
       const Word *q0 = queries + (int64_t)t * key_words * kLanes, *q1 = q0 + key_words * kLanes;
       float *s0 = scores, *s1 = scores + kBlock * kLanes;
-      const int count0 = keys_seen(visible[t], first_key), count1 = t + 1 < tiles ? keys_seen(visible[t + 1], first_key) : 0;
+      const int count0 = padded(counts[t], 16), count1 = padded(counts[t + 1], 16);
       if (count0 == count1 && count0) {
         Engine::scores_of_two(q0, q1, key_tiles, count0, head_dim, s0, s1);
       } else {
         if (count0) Engine::scores(q0, key_tiles, count0, head_dim, s0, (live_lanes(item, t) + kWidth - 1) / kWidth);
         if (count1) Engine::scores(q1, key_tiles, count1, head_dim, s1, kVectors);
       }
-      finish_tile(item, visible[t], t, s0, b, count0);
-      if (t + 1 < tiles) finish_tile(item, visible[t + 1], t + 1, s1, b, count1);
+      finish_tile(item, visible[t], t, s0, b, counts[t]);
+      if (t + 1 < tiles) finish_tile(item, visible[t + 1], t + 1, s1, b, counts[t + 1]);
     }
   }
 
   void write_tiles(const Item& item, int tiles) {
-    float* straight = (float*)staging;
     for (int t = 0; t < tiles; t++) {
-      float *state = states + t * state_floats, *rows = state;
+      float *state = states + t * state_floats, *rows = straight(item, state);
       const float* sums = state + (width + 1) * kLanes;
-      if (!narrow(item)) straighten(state, width, rows = straight);
       for (int i = 0; i < live_lanes(item, t); i++) {
         if (Engine::kPairs) order_dimensions(rows + i * width, width);
-        const int64_t to = query_offset(item.row, item.kv_head, item.first_lane + t * kLanes + i, call.out_stride);
+        const int64_t to = query_offset(item, item.first_lane + t * kLanes + i, call.out_stride);
         write_row(rows + i * width, head_dim, sums[i], (T*)call.out + to);
       }
     }
   }
+  // O of a state as [lane][width].
+  float* straight(const Item& item, float* state) const {
+    if (narrow(item)) return state;
+    straighten(state, width, (float*)staging);
+    return (float*)staging;
+  }
 
-  void merge_split(const Item& item, Split& split, int tiles) {
+  // A group's lanes become the states that its rows start from; rows that were waiting for nothing else are finished.
+  void hand_over(const Item& item, int tiles) {
+    for (int t = 0; t < tiles; t++) {
+      float *state = states + t * state_floats, *rows = straight(item, state);
+      for (int i = 0; i < live_lanes(item, t); i++) {
+        const int lane = item.first_lane + t * kLanes + i, g = lane % group;
+        float* to = partial_at(row_split(item, lane).initial);
+        const float* row = rows + i * width;
+        if (Engine::kNarrow) memcpy(to + g * width, row, width * 4);
+        else for (int d = 0; d < width; d++) to[d * kLanes + g] = row[d];
+        to[width * kLanes + g] = state[width * kLanes + i];
+        to[(width + 1) * kLanes + g] = state[(width + 1) * kLanes + i];
+      }
+    }
+    for (int lane = item.first_lane; lane < item.first_lane + item.lanes; lane += group)
+      arrive({row_of(item, lane), item.kv_head, -1, 0, group, 0, 0, 0, 0, 0}, row_split(item, lane));
+  }
+  Split& row_split(const Item& item, int lane) const {
+    return batch.splits[batch.row_splits[row_of(item, lane)] + item.kv_head];
+  }
+
+  void arrive(const Item& item, Split& split) {
     if (__atomic_sub_fetch(&split.remaining, 1, __ATOMIC_ACQ_REL) != 0) return;
     __atomic_store_n(&split.remaining, split.items, __ATOMIC_RELAXED);
+    const int tiles = (item.lanes + kLanes - 1) / kLanes;
     for (int t = 0; t < tiles; t++) {
       float* state = states + t * state_floats;
-      clear_state(state, width);
-      for (int b = 0; b < split.blocks; b++) merge(item, state, partial(split, t, b));
+      if (split.initial >= 0) memcpy(state, partial_at(split.initial), state_floats * 4);
+      else clear_state(state, width);
+      for (int b = 0; b < split.blocks; b++) merge(item, state, partial(split, t, split.first_block + b));
     }
-    write_tiles(item, tiles);
+    complete(item, tiles);
+  }
+  void complete(const Item& item, int tiles) {
+    if (item.members < 0) write_tiles(item, tiles);
+    else hand_over(item, tiles);
   }
 
   void run(const Item& item) {
@@ -210,8 +262,8 @@ struct Attention {
       if (item.split < 0) clear_state(states + t * state_floats, width);
     }
     for (int b = item.first_block; b < item.last_block; b++) run_block(item, visible, tiles, b);
-    if (item.split < 0) write_tiles(item, tiles);
-    else merge_split(item, batch.splits[item.split], tiles);
+    if (item.split < 0) complete(item, tiles);
+    else arrive(item, batch.splits[item.split]);
   }
 };
 

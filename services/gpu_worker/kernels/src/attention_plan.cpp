@@ -2,6 +2,7 @@
 //
 // Items are large enough to share the preparation of a block among query tiles and small enough to balance threads;
 // rows with few queries and long contexts are split over their blocks. Neither changes any result.
+// Decode rows that share pages attend to these as one item, and continue alone from where it ends.
 #include <stdlib.h>
 
 #include <algorithm>
@@ -25,6 +26,8 @@ struct Plan {
   std::vector<Item> items;
   std::vector<int64_t> costs;
   std::vector<Split> splits;
+  std::vector<int32_t> members, row_splits, shared_keys;
+  int64_t num_partials = 0;
   char *scratch = nullptr, *partials = nullptr;
   size_t scratch_size = 0, partials_size = 0;
 
@@ -46,43 +49,88 @@ struct Plan {
 // Key blocks one tile-sized piece of a row visits; preparing a block costs about as much as six tiles.
 int64_t cost_of(int tiles, int blocks) { return (int64_t)blocks * (tiles + 6); }
 
-void add_items(Plan& plan, int row, int tokens, int kv_length) {
-  const int lanes = tokens * (plan.batch.q_heads / plan.batch.kv_heads), start = kv_length - tokens;
-  const int group = plan.batch.q_heads / plan.batch.kv_heads, most = kMaxItemTiles * kLanes;
-  const int pieces = (lanes + most - 1) / most, per = padded((lanes + pieces - 1) / pieces, kLanes);
+int tiles_of(const Item& item) { return (item.lanes + kLanes - 1) / kLanes; }
+int64_t cost_of(const Item& item) { return cost_of(tiles_of(item), item.last_block - item.first_block); }
+int blocks_until(int key) { return (key + kBlock - 1) / kBlock; }
+
+void add_row(Plan& plan, int row) {
+  const int32_t* indptr = plan.batch.qo_indptr;
+  const int tokens = indptr[row + 1] - indptr[row], start = plan.batch.kv_lengths[row] - tokens;
+  const int group = plan.batch.q_heads / plan.batch.kv_heads, lanes = tokens * group;
+  const int most = kMaxItemTiles * kLanes, pieces = (lanes + most - 1) / most, shared = plan.shared_keys[row];
+  if (tokens == 0) return;
+  const int per = padded((lanes + pieces - 1) / pieces, kLanes);
   for (int lane = 0; lane < lanes; lane += per) {
-    const int take = std::min(per, lanes - lane), seen = start + (lane + take - 1) / group + 1;
-    const int blocks = (seen + kBlock - 1) / kBlock;
-    for (int h = 0; h < plan.batch.kv_heads; h++) plan.items.push_back({row, h, lane, take, 0, blocks, -1});
+    const int take = std::min(per, lanes - lane), end = start + (lane + take - 1) / group + 1;
+    for (int h = 0; h < plan.batch.kv_heads; h++)
+      plan.items.push_back({row, h, -1, lane, take, shared, end, shared / kBlock, blocks_until(end), -1});
   }
 }
 
-// Splits small items whose cost is a large part of one thread's share.
+// Rows of a group that truly share the pages, are in no other group and have one token behind them.
+std::vector<int32_t> sharing_rows(const Plan& plan, const int32_t* rows, int count, int pages, int keys) {
+  const Batch& batch = plan.batch;
+  std::vector<int32_t> sharing;
+  for (int i = 0; i < count; i++) {
+    const int row = rows[i];
+    if (row < 0 || row >= batch.rows || plan.shared_keys[row] || batch.qo_indptr[row + 1] - batch.qo_indptr[row] != 1) continue;
+    if (batch.kv_lengths[row] <= keys || std::count(sharing.begin(), sharing.end(), row)) continue;
+    const int32_t* table = batch.page_tables + row * batch.page_table_stride;
+    const int32_t* first = sharing.empty() ? table : batch.page_tables + sharing[0] * batch.page_table_stride;
+    if (std::equal(table, table + pages, first)) sharing.push_back(row);
+  }
+  return sharing;
+}
+
+// Items for the shared keys of one group; its rows' own items begin behind them.
+void add_group(Plan& plan, const int32_t* rows, int count, int pages, bool whole_blocks) {
+  Batch& batch = plan.batch;
+  const int group = batch.q_heads / batch.kv_heads;
+  int keys = pages * batch.page_size;
+  if (whole_blocks) keys -= keys % kBlock;
+  if (pages < 1 || pages > batch.page_table_stride || keys < 1 || group > kLanes) return;
+  const std::vector<int32_t> sharing = sharing_rows(plan, rows, count, pages, keys);
+  if (sharing.size() < 2) return;
+  const int members = (int)plan.members.size(), total = (int)sharing.size(), most = kMaxItemTiles * kLanes / group;
+  plan.members.insert(plan.members.end(), sharing.begin(), sharing.end());
+  for (int32_t row : sharing) plan.shared_keys[row] = keys;
+  for (int first = 0; first < total; first += most) {
+    const int take = std::min(most, total - first);
+    for (int h = 0; h < batch.kv_heads; h++)
+      plan.items.push_back({sharing[0], h, members + first, 0, take * group, 0, keys, 0, blocks_until(keys), -1});
+  }
+}
+
+// Splits items whose cost is a large part of one thread's share, and gives every grouped row its place to merge in.
 void split_items(Plan& plan) {
-  int64_t total = 0, partials = 0;
-  auto tiles_of = [](const Item& item) { return (item.lanes + kLanes - 1) / kLanes; };
-  for (const Item& item : plan.items) total += cost_of(tiles_of(item), item.last_block);
+  int64_t total = 0;
+  for (const Item& item : plan.items) total += cost_of(item);
   const int64_t share = std::max<int64_t>(1, total / (plan.batch.threads * 4));
   std::vector<Item> whole;
   whole.swap(plan.items);
   for (Item item : whole) {
-    const int tiles = tiles_of(item), blocks = item.last_block;
-    const int parts = (int)std::min<int64_t>(blocks, (cost_of(tiles, blocks) + share - 1) / share);
-    if (plan.batch.threads == 1 || tiles > kSplitTiles || parts <= 1) {
+    const int tiles = tiles_of(item), blocks = item.last_block - item.first_block, first = item.first_block;
+    const bool grouped = item.members < 0 && plan.shared_keys[item.row] > 0;
+    const bool may = plan.batch.threads > 1 && (tiles <= kSplitTiles || item.members >= 0);
+    const int parts = may ? (int)std::clamp<int64_t>((cost_of(item) + share - 1) / share, 1, blocks) : 1;
+    if (parts == 1 && !grouped) {
       plan.items.push_back(item);
       continue;
     }
     item.split = (int)plan.splits.size();
-    plan.splits.push_back({partials, blocks, parts, parts});
-    partials += (int64_t)tiles * blocks;
+    if (grouped && item.kv_head == 0) plan.row_splits[item.row] = item.split;
+    plan.splits.push_back({plan.num_partials, -1, first, blocks, parts, parts});
+    plan.num_partials += (int64_t)tiles * blocks;
+    if (grouped) {
+      Split& split = plan.splits.back();
+      split.initial = plan.num_partials++;
+      split.items = split.remaining = parts + 1;
+    }
     for (int i = 0; i < parts; i++) {
-      item.first_block = blocks * i / parts, item.last_block = blocks * (i + 1) / parts;
+      item.first_block = first + blocks * i / parts, item.last_block = first + blocks * (i + 1) / parts;
       plan.items.push_back(item);
     }
   }
-  const size_t bytes = partials * partial_floats(plan.batch.head_dim) * 4;
-  plan.partials = Plan::grown(plan.partials, plan.partials_size, bytes);
-  if (bytes && !plan.partials) throw std::bad_alloc();
 }
 
 // The first wrong page, slot or length: 0 when there is none.
@@ -102,24 +150,36 @@ int check(const Batch& batch, int64_t num_pages) {
   return 0;
 }
 
-int build(Plan& plan) {
+struct Groups {
+  const int32_t *rows, *sizes, *pages;
+  int count, whole_blocks;
+};
+
+int build(Plan& plan, const Groups& groups) {
   Batch& batch = plan.batch;
   plan.items.clear();
   plan.splits.clear();
-  for (int r = 0; r < batch.rows; r++) {
-    const int tokens = batch.qo_indptr[r + 1] - batch.qo_indptr[r];
-    if (tokens > 0) add_items(plan, r, tokens, batch.kv_lengths[r]);
-  }
+  plan.members.clear();
+  plan.num_partials = 0;
+  plan.row_splits.assign(batch.rows, -1);
+  plan.shared_keys.assign(batch.rows, 0);
+  const int32_t* rows = groups.rows;
+  for (int g = 0; g < groups.count; rows += groups.sizes[g++])
+    add_group(plan, rows, groups.sizes[g], groups.pages[g], groups.whole_blocks);
+  for (int r = 0; r < batch.rows; r++) add_row(plan, r);
   split_items(plan);
-  // The largest first, so that the last items to be taken are small.
+  // The largest first, so that the last items to be taken are small; groups before all, since rows wait for them.
   std::stable_sort(plan.items.begin(), plan.items.end(), [](const Item& a, const Item& b) {
-    return cost_of(a.lanes / kLanes, a.last_block - a.first_block) > cost_of(b.lanes / kLanes, b.last_block - b.first_block);
+    if ((a.members < 0) != (b.members < 0)) return b.members < 0;
+    return cost_of(a) > cost_of(b);
   });
   batch.scratch_stride = (scratch_bytes(batch.head_dim) + 4095) / 4096 * 4096;
   plan.scratch = Plan::grown(plan.scratch, plan.scratch_size, batch.scratch_stride * batch.threads);
-  if (!plan.scratch) return -1;
+  plan.partials = Plan::grown(plan.partials, plan.partials_size, plan.num_partials * partial_floats(batch.head_dim) * 4);
+  if (!plan.scratch || (plan.num_partials && !plan.partials)) return -1;
   batch.items = plan.items.data(), batch.num_items = (int)plan.items.size();
   batch.splits = plan.splits.data(), batch.partials = (float*)plan.partials, batch.scratch = plan.scratch;
+  batch.members = plan.members.data(), batch.row_splits = plan.row_splits.data();
   return 0;
 }
 
@@ -133,10 +193,13 @@ RF_EXPORT void rf_plan_free(void* plan) { delete (Plan*)plan; }
 RF_EXPORT uint64_t rf_plan_kv_bytes(const void* plan) { return ((const Plan*)plan)->batch.kv_bytes; }
 
 // 0, or -1 without memory, or what is wrong: 1 shape, 2 row lengths, 3 page table, 4 slots. The arrays must live until
-// the plan is made anew.
+// the plan is made anew. Groups: decode rows whose first pages are the same are read together; with whole_blocks only as
+// far as that leaves every bit of the results as it is without groups.
 RF_EXPORT int rf_plan_make(void* handle, const int32_t* qo_indptr, const int32_t* kv_lengths, const int32_t* page_tables,
                            int64_t page_table_stride, const int64_t* kv_slots, int rows, int tokens, int q_heads,
-                           int kv_heads, int head_dim, int page_size, int64_t num_pages, int dtype, int threads) {
+                           int kv_heads, int head_dim, int page_size, int64_t num_pages, int dtype, int threads,
+                           const int32_t* group_rows, const int32_t* group_sizes, const int32_t* group_pages,
+                           int num_groups, int whole_blocks) {
   Plan& plan = *(Plan*)handle;
   Batch& batch = plan.batch;
   batch.qo_indptr = qo_indptr, batch.kv_lengths = kv_lengths, batch.page_tables = page_tables;
@@ -147,7 +210,7 @@ RF_EXPORT int rf_plan_make(void* handle, const int32_t* qo_indptr, const int32_t
   batch.num_items = 0;
   if (int wrong = check(batch, num_pages)) return wrong;
   try {
-    return build(plan);
+    return build(plan, {group_rows, group_sizes, group_pages, num_groups, whole_blocks});
   } catch (const std::bad_alloc&) {
     return -1;
   }

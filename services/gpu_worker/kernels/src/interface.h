@@ -24,18 +24,23 @@ constexpr int kBlock = 256;        // keys of one attention block, at positions 
 constexpr int kMaxItemTiles = 24;  // query tiles that share the preparation of a block
 constexpr int kSplitTiles = 4;     // items of at most so many tiles may be split over their blocks
 
-// One unit of attention work: some query tiles of one row and KV head against the blocks first_block..last_block - 1.
+// One unit of attention work: some query tiles of one KV head against the blocks first_block..last_block - 1, of keys
+// first_key..end_key - 1. The queries are those of one row, or those of the decode rows of a group.
 struct Item {
-  int32_t row, kv_head;
-  int32_t first_lane, lanes;  // lane = token of the row's chunk * group size + query head in the group
+  int32_t row, kv_head;           // of a group: its first row, whose pages are read
+  int32_t members;                // of a group: index of its first lane's row in `members`; -1: one row
+  int32_t first_lane, lanes;      // lane = token of the row's chunk, or member * group size + query head in the group
+  int32_t first_key, end_key;
   int32_t first_block, last_block;
   int32_t split;  // index into the plan's splits, -1: the item does all blocks
 };
 
-// An item whose blocks are spread over several items; the last one to finish merges in block order.
+// A result that several items make together; the last one to finish merges in block order.
 struct Split {
-  int64_t first_partial;  // partial of tile t, block b: first_partial + t * blocks + b
-  int32_t blocks, items, remaining;
+  int64_t first_partial;    // partial of tile t, block first_block + i: first_partial + t * blocks + i
+  int64_t initial;          // the partial that a group leaves as the state to start from, -1: none
+  int32_t first_block, blocks;
+  int32_t items, remaining;  // arrivals until the result is complete
 };
 
 // One step's batch, as the instruction-set units see it.
@@ -47,6 +52,7 @@ struct Batch {
   int32_t num_items;
   const Item* items;
   Split* splits;
+  const int32_t *members, *row_splits;  // rows of groups; the split of each grouped row's first KV head, else -1
   float* partials;
   char* scratch;
   size_t scratch_stride;  // bytes of one thread's scratch

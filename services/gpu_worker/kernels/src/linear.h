@@ -175,15 +175,15 @@ void run_panels(const LinearCall& c, const char* prepared, int panel, int panels
   }
 }
 
-constexpr int kChunkPanels = 4;
+constexpr int kChunkPanels = 4;  // at most; many rows take a pair, which then stays in the nearest cache
 
 // Few rows are prepared by every thread for itself, which costs less than waiting for each other.
 template <class Product>
 bool linear(const LinearCall& c) {
-  const int panels = panels_of(c.outputs, c.gated), chunks = (panels + kChunkPanels - 1) / kChunkPanels;
+  const bool shared = c.rows > kSharedRows;
+  const int panels = panels_of(c.outputs, c.gated), per = shared ? 2 : kChunkPanels, chunks = (panels + per - 1) / per;
   const size_t rows_bytes = (Product::prepared_bytes(c) + 4095) / 4096 * 4096;
   const size_t value_bytes = 32 * kChunkPanels * kPanel * 4, own = padded(value_bytes + c.inputs * 4, 4096);
-  const bool shared = c.rows > kSharedRows;
   char* const scratch = (char*)thread_scratch(own * c.threads + rows_bytes * (shared ? 1 : c.threads));
   if (!scratch) return false;
 #pragma omp parallel num_threads(c.threads)
@@ -202,8 +202,8 @@ bool linear(const LinearCall& c) {
     }
 #pragma omp for schedule(dynamic, 1)
     for (int i = 0; i < chunks; i++) {
-      const int panel = i * kChunkPanels;
-      run_panels<Product>(c, prepared, panel, panels - panel < kChunkPanels ? panels - panel : kChunkPanels, values);
+      const int panel = i * per;
+      run_panels<Product>(c, prepared, panel, panels - panel < per ? panels - panel : per, values);
     }
     Product::end();
   }

@@ -73,7 +73,8 @@ struct AmxLinear {
     if (Pairs > 1) store_tile<3>(c + 48, stride);
   }
 
-  // 32 rows by one pair of panels.
+  // 32 rows by one pair of panels; only the first rows find the weights in memory rather than in a cache.
+  template <bool kFirst>
   static void two_row_tiles(const bf16* x, const uint32_t* w, int steps, float* c, int64_t stride) {
     const bf16* y = x + (int64_t)steps * 512;
     zero_tile<0>();
@@ -81,8 +82,8 @@ struct AmxLinear {
     zero_tile<2>();
     zero_tile<3>();
     for (int k = 0; k < steps; k++, x += 512, y += 512, w += 2 * kTileWords) {
-      prefetch_tile(w + kAhead);
-      prefetch_tile(w + kAhead + kTileWords);
+      if (kFirst) prefetch_tile(w + kAhead);
+      if (kFirst) prefetch_tile(w + kAhead + kTileWords);
       load_tile<4>(x, 64);
       load_tile<6>(w, 64);
       multiply<0, 4, 6>();
@@ -107,7 +108,8 @@ struct AmxLinear {
       for (; p + 4 <= panels; p += 4) one_row_tile<2>(x, w + p / 2 * pair, n, c + p * kPanel, stride);
     for (; p < panels; p += 2) {
       if (rows <= 16) one_row_tile<1>(x, w + p / 2 * pair, n, c + p * kPanel, stride);
-      else two_row_tiles(x, w + p / 2 * pair, n, c + p * kPanel, stride);
+      else if (m == 0) two_row_tiles<true>(x, w + p / 2 * pair, n, c + p * kPanel, stride);
+      else two_row_tiles<false>(x, w + p / 2 * pair, n, c + p * kPanel, stride);
     }
   }
 };
