@@ -77,6 +77,7 @@ class Placement:
         if not rooms:
             return
         now = self._clock.now()
+        groups: dict[str, Worker] = {}  # those that are placed for the first time in this turn
         seats = sum(room.seats for room in rooms.values())
         for request in islice(self._waiting.in_order(now), seats + MAX_EXAMINED):
             if seats <= 0:
@@ -88,22 +89,26 @@ class Placement:
                 if fitting[0].seats > 0:
                     fitting[0].take(request, request.known, 0)
                     seats -= 1
-            elif self._place_one(request, rooms, fitting, group_worker.get(request.message.group_id), now):
-                seats -= 1
-            else:
+                continue
+            group = request.message.group_id
+            home = self._place_one(request, rooms, fitting, groups.get(group) or group_worker.get(group), now)
+            if home is None:
                 return  # nobody overtakes a request that waits for pages
+            seats -= 1
+            if group:
+                groups[group] = home
 
     def _place_one(
         self, request: Request, rooms: dict[Worker, _Room], fitting: list[_Room], preferred: Worker | None, now: float
-    ) -> bool:
+    ) -> Worker | None:
         placed = request.placement
         room = rooms.get(placed.worker) if placed and now - placed.at <= PLACED_FOR_S else None
         if placed is None or room is None or not room.has_room(placed.pages):
             placed = request.placement = self._choose(request, fitting, preferred, now)
         if placed is None:
-            return False
+            return None
         rooms[placed.worker].take(request, placed.tokens, placed.pages)
-        return True
+        return placed.worker
 
     def _choose(self, request: Request, rooms: list[_Room], preferred: Worker | None, now: float) -> Placed | None:
         """The cheapest worker with room, or None."""
