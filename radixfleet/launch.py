@@ -19,7 +19,6 @@ from radixfleet.app import MODULES, command, on_path, package_parent
 from radixfleet.errors import CommandError
 from radixfleet.listen import listen, url_of
 from radixfleet.options import ServeOptions
-from radixfleet.pipes import ByteListener
 from radixfleet.plan import child_specs
 from radixfleet.run_folder import RunFolderError, run_folder
 from radixfleet.stop_signals import StopSignals
@@ -76,13 +75,12 @@ class _Launch:
         return 0
 
     async def _live(self, model: Path, folder: Path) -> None:
-        ready = ByteListener()
-        specs = child_specs(self._options, model, folder, self._listener.fileno(), ready.write_fd, self._modules)
+        specs = child_specs(self._options, model, folder, self._listener.fileno(), self._modules)
         say("starting " + ", ".join(spec.name for spec in specs))
         self._supervisor = supervisor = Supervisor(specs, say, self._options.frozen_timeout)
         try:
             supervisor.start()
-            await self._first(ready.first_byte)
+            await self._first(supervisor.ready())
             if not self._options.skip_server_warmup:
                 from radixfleet.warmup import warm_up  # its HTTP client is imported while the services load
 
@@ -95,7 +93,6 @@ class _Launch:
             self._listener.close()
             await self._stop_in_order(supervisor)
         finally:
-            ready.close()
             await supervisor.close()
 
     async def _first(self, wanted: Awaitable[None] | None = None) -> None:

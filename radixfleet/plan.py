@@ -12,18 +12,15 @@ from radixfleet.models import SMALL_MODEL_NAME
 from radixfleet.options import ServeOptions
 from radixfleet.supervise import ChildSpec
 
-READY_FD = PREFIX + "READY_FD"
-
 
 def child_specs(
     options: ServeOptions,
     model: Path,
     folder: Path,
     http_fd: int,
-    ready_fd: int,
     modules: Mapping[str, str] = MODULES,
 ) -> list[ChildSpec]:
-    """scheduler, detokenizer, workers, tokenizer. `ready_fd`: where the tokenizer says that users can be served.
+    """scheduler, detokenizer, workers, tokenizer; `http_fd` is the tokenizer's listening socket.
 
               tokenizer.sock        detokenizer.sock       text.sock
     tokenizer ------------> scheduler <------------ detokenizer <------------ tokenizer
@@ -37,10 +34,8 @@ def child_specs(
     def spec(name: str, service: str, extra: Mapping[str, str] | None = None, **settings: str) -> ChildSpec:
         own = {PREFIX + key.upper(): value for key, value in settings.items()}
         env = {**base, PREFIX + "SERVICE_ID": name, **own, **(extra or {})}
-        if service != "tokenizer":
-            return ChildSpec(name, command(modules[service]), env)
-        ready = {READY_FD: str(ready_fd)}
-        return ChildSpec(name, command(modules[service]), env, (http_fd,), ready, (ready_fd,))
+        fds = (http_fd,) if service == "tokenizer" else ()
+        return ChildSpec(name, command(modules[service]), env, fds, announces=service in ("tokenizer", "worker"))
 
     return [
         spec(

@@ -13,7 +13,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from radixfleet.pipes import ByteListener
 
@@ -24,6 +24,7 @@ LONGEST_DELAY_S = 5.0
 WATCH_INTERVAL_S = 2.0
 PARENT_FD = "RADIXFLEET_PARENT_FD"
 ALIVE_FD = "RADIXFLEET_ALIVE_FD"
+READY_FD = "RADIXFLEET_READY_FD"
 
 
 class ChildFailed(Exception):
@@ -32,14 +33,13 @@ class ChildFailed(Exception):
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """`once` is added to the environment of the first start only, with the file descriptors `once_fds`."""
+    """`announces`: it says by itself, in its first life, when it does its work."""
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
     fds: tuple[int, ...] = ()
-    once: Mapping[str, str] = field(default_factory=dict)
-    once_fds: tuple[int, ...] = ()
+    announces: bool = False
 
 
 class Child:
@@ -47,7 +47,7 @@ class Child:
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
-        self.starts = 0
+        self.ready = ByteListener() if spec.announces else None
         self.deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self.process: asyncio.subprocess.Process | None = None
         self.alive: ByteListener | None = None
@@ -58,22 +58,20 @@ class Child:
 
     async def start(self, parent_fd: int) -> None:
         spec = self.spec
-        first = self.starts == 0
-        self.starts += 1
         self.alive = ByteListener()
-        env = {
-            **spec.env,
-            **(spec.once if first else {}),
-            PARENT_FD: str(parent_fd),
-            ALIVE_FD: str(self.alive.write_fd),
-        }
-        fds = (*spec.fds, *(spec.once_fds if first else ()), parent_fd, self.alive.write_fd)
+        env = {**spec.env, PARENT_FD: str(parent_fd), ALIVE_FD: str(self.alive.write_fd)}
+        fds = [*spec.fds, parent_fd, self.alive.write_fd]
+        if self.ready is not None and self.process is None:
+            env[READY_FD] = str(self.ready.write_fd)
+            fds.append(self.ready.write_fd)
         try:
             self.process = await asyncio.create_subprocess_exec(
-                *spec.argv, env=env, pass_fds=fds, process_group=0, stdin=asyncio.subprocess.DEVNULL
+                *spec.argv, env=env, pass_fds=tuple(fds), process_group=0, stdin=asyncio.subprocess.DEVNULL
             )
         finally:
             self.alive.close_write_end()
+            if self.ready is not None:
+                self.ready.close_write_end()
 
     async def wait(self) -> int:
         assert self.process is not None
@@ -118,8 +116,14 @@ class Supervisor:
         if self._frozen_timeout > 0:
             self._tasks.append(asyncio.create_task(self._watch()))
 
+    async def ready(self) -> None:
+        """Until everybody who announces it does its work. Deaths before show in `failed`."""
+        for child in self.children.values():
+            if child.ready is not None:
+                await asyncio.shield(child.ready.first_byte)
+
     def settled(self) -> None:
-        """Everybody is ready: from now on the dead are replaced."""
+        """The start is over: from now on the dead are replaced."""
         self._all_ready = True
 
     async def stop(self, order: Sequence[tuple[Sequence[str], float]]) -> None:
@@ -143,6 +147,8 @@ class Supervisor:
         for child in self.children.values():
             if child.process is not None:
                 await child.wait()
+            if child.ready is not None:
+                child.ready.close()
         os.close(self._parent_read)
         os.close(self._parent_write)
 

@@ -64,9 +64,10 @@ def new_service_id(name: str, config: ServiceConfig) -> str:
 
 
 def announce_ready() -> None:
-    """Tell the launcher that users can be served; the front door says it once, on its first ready status.
+    """Tell the launcher that this service does its work: the front door on its first ready status, a worker when
+    it is welcome.
 
-    Does nothing (again) where no launcher listens.
+    Does nothing where no launcher listens, or again.
     """
     raw = os.environ.pop(READY_FD, None)
     if raw is not None:

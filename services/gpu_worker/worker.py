@@ -35,7 +35,7 @@ from shared.messages.step import (
     WorkerReset,
     WorkerWelcome,
 )
-from shared.service import new_incarnation, new_service_id
+from shared.service import announce_ready, new_incarnation, new_service_id
 from shared.transport import Client, Frames, PeerBusy
 
 log = structlog.get_logger(__name__)
@@ -260,6 +260,7 @@ class Worker:
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         log.info("welcome", epoch=welcome.epoch, incarnation=self._incarnation)
+        announce_ready()
 
     def _on_reset(self, reset: WorkerReset) -> None:
         if reset.fatal:

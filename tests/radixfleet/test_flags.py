@@ -144,7 +144,7 @@ def test_the_services_get_their_settings_and_sockets(tmp_path: object) -> None:
     from pathlib import Path
 
     options = parse(["--workers", "2", "--threads", "3", "--page-size", "32", "a/b"], environ={})
-    specs = {spec.name: spec for spec in child_specs(options, Path("/m"), Path("/r"), http_fd=7, ready_fd=8)}
+    specs = {spec.name: spec for spec in child_specs(options, Path("/m"), Path("/r"), http_fd=7)}
     assert list(specs) == ["scheduler", "detokenizer", "worker-0", "worker-1", "tokenizer"]
     scheduler = load(SchedulerConfig, environ=specs["scheduler"].env)
     worker = load(WorkerConfig, environ=specs["worker-1"].env)
@@ -155,15 +155,15 @@ def test_the_services_get_their_settings_and_sockets(tmp_path: object) -> None:
     assert tokenizer.scheduler == scheduler.tokenizer_bind
     assert (worker.page_size, scheduler.page_size, worker.threads, worker.service_id) == (32, 32, 3, "worker-1")
     assert (tokenizer.model_path, tokenizer.model_name, tokenizer.http_fd) == ("/m", "a/b", 7)
-    assert (specs["tokenizer"].fds, specs["tokenizer"].once_fds) == ((7,), (8,))
-    assert specs["worker-0"].fds == ()
+    assert {name: spec.fds for name, spec in specs.items() if spec.fds} == {"tokenizer": (7,)}
+    assert [name for name, spec in specs.items() if spec.announces] == ["worker-0", "worker-1", "tokenizer"]
 
 
 def test_workers_elsewhere_join_over_tcp() -> None:
     from pathlib import Path
 
     options = parse(["--worker-bind", "tcp://0.0.0.0:5560"], environ={})
-    specs = {spec.name: spec for spec in child_specs(options, Path("/m"), Path("/r"), http_fd=7, ready_fd=8)}
+    specs = {spec.name: spec for spec in child_specs(options, Path("/m"), Path("/r"), http_fd=7)}
     assert load(SchedulerConfig, environ=specs["scheduler"].env).worker_bind == "tcp://0.0.0.0:5560"
     assert load(WorkerConfig, environ=specs["worker-0"].env).scheduler == "tcp://127.0.0.1:5560"
 

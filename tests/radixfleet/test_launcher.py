@@ -163,6 +163,16 @@ def test_several_workers_share_the_machine(serve: Callable[..., Serve]) -> None:
     assert run.end() == 0
 
 
+def test_a_start_that_is_not_complete_can_be_stopped(serve: Callable[..., Serve]) -> None:
+    run = serve(FAKE_WORKER_0="silent")
+    for _ in ALL:
+        run.until("started")
+    run.signal(signal.SIGTERM)
+    assert run.end() == 0
+    assert not run.said(READY_LINE)
+    run.assert_nothing_left()
+
+
 @pytest.mark.parametrize("name", ["scheduler", "worker-0"])
 def test_a_service_that_fails_at_first_ends_everything_with_the_reason(serve: Callable[..., Serve], name: str) -> None:
     run = serve(**{"FAKE_" + name.replace("-", "_").upper(): "fail", "FAKE_TOKENIZER": "broken"})

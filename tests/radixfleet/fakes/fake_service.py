@@ -1,7 +1,7 @@
 """A service that does nothing but live: what the launcher is tested with. Run as `-m fake_service`.
 
 $FAKE_<ID> chooses how one of them misbehaves: fail (at every start), fail-later (at every start but the first),
-stubborn (never drains).
+stubborn (never drains), silent (never ready), broken (the door answers with errors).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Fake:
             listener = socket.socket(fileno=int(os.environ["RADIXFLEET_HTTP_FD"]))
             listener.setblocking(False)
             self.server = await asyncio.start_server(self._answer, sock=listener)
+        if BEHAVIOUR != "silent":
             announce_ready()
 
     async def drain(self) -> None:
