@@ -61,9 +61,13 @@ class TextEngine:
         self, text: str, limit: int, param: str, *, parse_special: bool = True, add_special_tokens: bool = True
     ) -> array[int]:
         """Ids of one text. Raises ApiError where it cannot fit `limit` tokens, before encoding it."""
-        self._refuse_hopeless(text, limit, param)
         tokenizer = self._tokenizer if parse_special else self._literal.first
-        return await self.run(_encode, tokenizer, text, add_special_tokens)
+
+        def work() -> array[int]:
+            self._refuse_hopeless(text, limit, param)
+            return _encode(tokenizer, text, add_special_tokens)
+
+        return await self.run(work)
 
     async def encode_chat(
         self,

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,11 +88,16 @@ def ask_transformers(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
+@lru_cache(maxsize=4)
+def engine_of(folder: str, template: str | None) -> TextEngine:
+    model = folders.load(folder)
+    if template is not None:
+        model = msgspec.structs.replace(model, chat_template=template)
+    return TextEngine(model, 1)
+
+
 async def ours(case: dict[str, Any], limit: int = 4096) -> dict[str, Any]:
-    model = folders.load(case["folder"])
-    if "template" in case:
-        model = folders.msgspec.structs.replace(model, chat_template=case["template"])
-    engine = TextEngine(model, 1)
+    engine = engine_of(case["folder"], case.get("template"))
     options = dict(case.get("options", {}))
     add = options.pop("add_generation_prompt", True)
     continued = options.pop("continue_final_message", False)
@@ -105,8 +112,6 @@ async def ours(case: dict[str, Any], limit: int = 4096) -> dict[str, Any]:
         )
     except ApiError as error:
         return {"error": error.message}
-    finally:
-        engine.close()
     return {"ids": ids.tolist()}
 
 

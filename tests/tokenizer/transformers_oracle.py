@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import lru_cache
 from typing import Any
 
 
-def answer(case: dict[str, Any]) -> dict[str, Any]:
+@lru_cache
+def load(folder: str) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(case["folder"])
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def answer(case: dict[str, Any]) -> dict[str, Any]:
+    tokenizer = load(case["folder"])
     if "text" in case:
         return {"ids": tokenizer(case["text"])["input_ids"]}
     options = {"chat_template": case.get("template"), **case.get("options", {})}

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from services.tokenizer import body, requests, sampling, validation
 from services.tokenizer.context import Context
-from services.tokenizer.errors import invalid
+from services.tokenizer.errors import invalid, too_long
 from services.tokenizer.metrics import RequestTimer
 from services.tokenizer.openapi import takes
 from services.tokenizer.render.completions import CompletionAnswerer, EchoedPrompt
@@ -133,6 +133,8 @@ async def encode_prompts(context: Context, texts: Sequence[Text], param: str, pa
             raise invalid(f"{param} is empty.", param, "empty_prompt")
         if isinstance(text, str):
             return await context.text.encode(text, limit, param, parse_special=parse_special)
+        if len(text) > limit:
+            raise too_long(len(text), limit, param)  # before looking at each of them
         return array("i", validation.token_ids(param, text, context.model.vocab_size))
 
     return list(await asyncio.gather(*map(one, texts)))
