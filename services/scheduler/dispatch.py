@@ -39,6 +39,7 @@ def record(plan: StepPlan, worker: Worker, seats: Seats, metrics: Metrics, now: 
         len(plan.decode) + sum(chunk.sample for chunk in plan.chunks),
     )
     if not worker.inflight:
+        worker.logged_at += now - worker.head_since  # a throughput counts no idle time
         worker.head_since = now
     worker.inflight.append(step)
     worker.next_step_id += 1

@@ -19,6 +19,12 @@ from shared.messages.step import SlotOpen
 
 log = structlog.get_logger(__name__)
 
+SHORTAGE_STEP = 0.05
+SHORTAGE_MAX = 0.5
+SHORTAGE_MIN = 0.01
+SHORTAGE_DECAY = 0.995
+"""Per step without a suspension: half of it is forgotten after 140 steps."""
+
 
 class Planner:
     """`split_prompts` off: a prompt is only cut where no step could take it whole."""
@@ -35,6 +41,7 @@ class Planner:
     def plan(self, worker: Worker) -> StepPlan | None:
         """The next step, or None where there is nothing to do. Takes seats and pages as it goes."""
         plan = StepPlan(budget=worker.step_tokens)
+        worker.shortage *= SHORTAGE_DECAY
         self._seats.reclaim(worker)
         self._grow_decoding(plan, worker)
         self._decode(plan, worker)
@@ -76,6 +83,7 @@ class Planner:
             return
         for index in reversed([i for i, slot in enumerate(plan.page_slots) if slot == victim.slot]):
             del plan.page_slots[index], plan.page_ids[index]
+        worker.shortage = min(worker.shortage + SHORTAGE_STEP, SHORTAGE_MAX)
         self._lifecycle.suspend(victim)
 
     def _decode(self, plan: StepPlan, worker: Worker) -> None:
@@ -207,10 +215,19 @@ def still_blocked(request: Request, worker: Worker) -> bool:
 
 
 def reserve(worker: Worker) -> int:
-    """Pages to leave free when admitting: one to grow for every seated request and for the new one, so that an
-    admission does not take a seat away at once. Alone it needs no such room."""
+    """Pages to leave free when admitting, so that an admission does not take a seat away at once.
+
+    One to grow for every seated request and for the new one; and of all the pages they may still need, a share
+    that follows how often pages ran out lately. Alone a request needs no such room.
+    """
     seated = len(worker.running)
-    return seated + 1 if seated else 0
+    if not seated:
+        return 0
+    if worker.shortage < SHORTAGE_MIN:
+        return seated + 1
+    page_size = worker.hello.page_size
+    left = sum(request.row_end - request.dispatched for request in worker.running.values())
+    return seated + 1 + int(worker.shortage * left / page_size)
 
 
 def _age(request: Request) -> tuple[int, int]:

@@ -34,9 +34,10 @@ class Worker:
         self.closes: array[int] = array("i")  # slots the next command closes
         self.inflight: deque[InflightStep] = deque()
         self.next_step_id = 0
+        self.shortage = 0.0  # how short of pages it was lately, 0 .. 1
         self.candidates: list[Request] = []  # who may be admitted in this turn
         self.last_heard = now
-        self.head_since = now  # when the oldest step in flight became the oldest
+        self.head_since = now  # when the oldest step in flight became the oldest, or the last one came back
         self.heartbeat: Heartbeat | None = None
         self.draining = False
         self.drain_until = 0.0
