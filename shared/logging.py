@@ -27,7 +27,7 @@ def configure(service: str, level: str = "info", log_format: LogFormat = "auto")
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),  # one write a line: processes share it
         cache_logger_on_first_use=False,
     )
     structlog.contextvars.bind_contextvars(service=service)
