@@ -35,7 +35,7 @@ from shared.transport import Client, PeerBusy
 log = structlog.get_logger(__name__)
 
 STATUS_TIMEOUT_S = 3.0
-SCHEDULER_GRACE_S = 30.0  # how long live requests wait for a scheduler that is away
+PEER_GRACE_S = 30.0  # how long live requests wait for a scheduler or detokenizer that is away
 OPERATION_TIMEOUT_S = 10.0
 HELLO_TRIES = 20
 
@@ -57,7 +57,7 @@ class Frontend:
         self.on_idle: Callable[[], None] = _nothing  # when the last request has gone
         self._clock = clock
         self._heard_at = -math.inf
-        self._lost_at: float | None = None  # when the scheduler was first missed
+        self._lost_at: float | None = None  # when scheduler or detokenizer was first missed
         self._resubmit = False
         self._nonces = itertools.count(1)
         self._operations: dict[int, asyncio.Future[OperationDone]] = {}
@@ -66,7 +66,7 @@ class Frontend:
         self._loop = asyncio.get_running_loop()
         hello = Hello("tokenizer", service_id, incarnation)
         self._hello = hello
-        self._links = DetokenizerLinks(self.frontend_id, hello, self._on_text, self._look_ready)
+        self._links = DetokenizerLinks(self.frontend_id, hello, self._on_text, self._look_ready, clock)
         self._scheduler: Client[ToTokenizer] = Client(scheduler, self.frontend_id, ToTokenizer, self._on_message)
         self._hello_tries = HELLO_TRIES
         self._scheduler.on_writable = self._on_writable
@@ -79,10 +79,6 @@ class Frontend:
     def fresh(self) -> bool:
         """Whether the scheduler was heard within the last three seconds."""
         return self._clock.now() - self._heard_at < STATUS_TIMEOUT_S
-
-    @property
-    def status_age_s(self) -> float:
-        return self._clock.now() - self._heard_at
 
     def why_not_ready(self) -> str:
         """Empty where a request would run now."""
@@ -142,13 +138,14 @@ class Frontend:
         """Once a second."""
         self._scheduler.try_send(self._beat() if self.fresh else self._hello)
         self._links.heartbeat()
-        if self.fresh:
+        if self.fresh and self._links.connected:
             self._lost_at = None
             return
         now = self._clock.now()
         self._lost_at = now if self._lost_at is None else self._lost_at
-        if now - self._lost_at > SCHEDULER_GRACE_S:
-            self.fail_all(unavailable("The scheduler is away for too long."))
+        if now - self._lost_at > PEER_GRACE_S:
+            missed = "detokenizer" if self.fresh else "scheduler"
+            self.fail_all(unavailable(f"The {missed} is away for too long."))
 
     def _beat(self) -> Heartbeat:
         gauges = {**self.measurements.gauges(), "streams": float(len(self.streams))}

@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
+from shared.clock import Clock
 from shared.messages.control import Hello, Pong
 from shared.messages.edges import DetokenizerToTokenizer
 from shared.messages.stream import TextChunks
 from shared.transport import Client
 
 log = structlog.get_logger(__name__)
+
+INTRODUCTION_S = 3.0
 
 
 class _Link:
@@ -26,6 +29,7 @@ class _Link:
         on_answer: Callable[[], None],
     ) -> None:
         self.answered = False
+        self.since = 0.0  # when it was found
         self._hello = hello
         self._on_text = on_text
         self._on_answer = on_answer
@@ -65,7 +69,9 @@ class DetokenizerLinks:
         hello: Hello,
         on_text: Callable[[TextChunks], None],
         on_answer: Callable[[], None],
+        clock: Clock,
     ) -> None:
+        self._clock = clock
         self._identity = identity
         self._hello = hello
         self._on_text = on_text
@@ -73,9 +79,15 @@ class DetokenizerLinks:
         self._links: dict[tuple[str, str], _Link] = {}
 
     @property
+    def connected(self) -> bool:
+        """Whether any detokenizer reaches us."""
+        return any(link.answered for link in self._links.values())
+
+    @property
     def ready(self) -> bool:
-        """Whether every detokenizer the scheduler may choose has answered."""
-        return bool(self._links) and all(link.answered for link in self._links.values())
+        """Whether text can come from every detokenizer the scheduler may choose; newcomers get a moment."""
+        newest = self._clock.now() - INTRODUCTION_S
+        return self.connected and all(link.answered or link.since > newest for link in self._links.values())
 
     def follow(self, wanted: Iterable[tuple[str, str]]) -> None:
         wanted = set(wanted)
@@ -83,7 +95,9 @@ class DetokenizerLinks:
             self._links.pop(key).close()
         for key in wanted - self._links.keys():
             log.debug("detokenizer found", detokenizer=key[0], endpoint=key[1])
-            self._links[key] = _Link(key[1], self._identity, self._hello, self._on_text, self._on_answer)
+            link = _Link(key[1], self._identity, self._hello, self._on_text, self._on_answer)
+            link.since = self._clock.now()
+            self._links[key] = link
 
     def heartbeat(self) -> None:
         """Introduce ourselves again to who has not answered."""

@@ -146,7 +146,7 @@ async def test_not_ready_says_why(client: httpx.AsyncClient, backend: FakeBacken
 
 
 async def test_a_scheduler_that_stays_away(launch: Launcher, backend: FakeBackend, monkeypatch: Any) -> None:
-    monkeypatch.setattr("services.tokenizer.frontend.SCHEDULER_GRACE_S", 0.1)
+    monkeypatch.setattr("services.tokenizer.frontend.PEER_GRACE_S", 0.1)
     service = await launch()
     backend.script = lambda request: paused_script(2)
     async with httpx.AsyncClient(base_url=service.url, timeout=20) as client:
@@ -162,6 +162,37 @@ async def test_a_scheduler_that_stays_away(launch: Launcher, backend: FakeBacken
         assert (await whole).status_code == 503
         beat.cancel()
     await backend.start()
+
+
+async def test_a_detokenizer_that_stays_away(launch: Launcher, backend: FakeBackend, monkeypatch: Any) -> None:
+    monkeypatch.setattr("services.tokenizer.frontend.PEER_GRACE_S", 0.1)
+    service = await launch()
+    backend.script = lambda request: paused_script(2)
+    async with httpx.AsyncClient(base_url=service.url, timeout=20) as client:
+        running = asyncio.ensure_future(client.post("/generate", json=STREAM))
+        await backend.until(lambda: backend.live == 1)
+        while any(stream.received < 2 for stream in service.context.frontend.streams.live()):
+            await asyncio.sleep(0.01)
+        backend.publish(detokenizers=())
+        assert "detokenizer" in (await ready(client, 503)).json()["error"]["message"]
+        beat = asyncio.create_task(beats(service))
+        last = events((await running).text)[-1]
+        assert last["error"]["message"] == "The detokenizer is away for too long."
+        await backend.until(lambda: backend.aborted == ["r"])
+        beat.cancel()
+
+
+async def test_a_detokenizer_that_cannot_be_reached(launch: Launcher, backend: FakeBackend, monkeypatch: Any) -> None:
+    """A newcomer gets a moment; after that its requests would hang, so the door closes."""
+    monkeypatch.setattr("services.tokenizer.links.INTRODUCTION_S", 0.5)
+    service = await launch()
+    own = (backend.detokenizer_id, backend.detok.endpoint)
+    backend.publish(detokenizers=(own, ("d9/1", "ipc:///nowhere/at/all")))
+    async with httpx.AsyncClient(base_url=service.url, timeout=20) as client:
+        await ready(client, 200)
+        await ready(client, 503)
+        backend.publish(detokenizers=(own,))
+        await ready(client, 200)
 
 
 async def test_draining(launch: Launcher, backend: FakeBackend) -> None:
