@@ -6,29 +6,29 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from services.scheduler.node import Copy, Node
 
 if TYPE_CHECKING:
     from services.scheduler.eviction import WorkerCache
 
 
-@dataclass(slots=True, eq=False)
-class Hit:
+class Hit(msgspec.Struct, eq=False, gc=False):
     """What one worker holds of the tokens: `num_pages` full shared pages, then tokens of a page that can be copied."""
 
     num_tokens: int
     num_pages: int
-    node: Node = field(repr=False)  # the deepest one whose pages are shared
-    node_pages: int = field(repr=False)  # how many of that node's pages
-    source: Node | None = field(repr=False)  # its page after those (`node` itself) or its first page is copied
+    node: Node  # the deepest one whose pages are shared
+    node_pages: int  # how many of that node's pages; the next one is copied where there is one,
+    source_key: bytes = b""  # else the first one of this child
 
 
-@dataclass(slots=True, eq=False)
-class Match:
-    namespace: bytes = field(repr=False)
-    tokens: bytes = field(repr=False)
+class Match(msgspec.Struct, eq=False, gc=False):
+    namespace: bytes
+    tokens: bytes
     hits: dict[str, Hit]
-    version: int = field(repr=False)  # of the tree it was made from
+    version: int  # of the tree it was made from
 
     def num_tokens(self, worker: str) -> int:
         hit = self.hits.get(worker)

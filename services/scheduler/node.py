@@ -64,22 +64,6 @@ class Copy:
     def remove_key(self, key: bytes) -> None:
         del self.keys[bisect_left(self.keys, key)]
 
-    def closest_key(self, rest: bytes) -> tuple[bytes, int]:
-        """The child's key with the longest common prefix with `rest`, and that prefix in tokens (0: none).
-
-        In byte order it stands right before or right after `rest`.
-        """
-        keys = self.keys
-        place = bisect_left(keys, rest)
-        best, most = b"", 0
-        if place < len(keys):
-            best = keys[place]
-            most = common_tokens(best, rest, 0)
-        if place and keys[place - 1].startswith(rest[: (most + 1) * TOKEN_BYTES]):
-            best = keys[place - 1]
-            most = common_tokens(best, rest, 0)
-        return best, most
-
     def holds(self, rest: bytes) -> bool:
         """Whether some child's first page starts with `rest`."""
         place = bisect_left(self.keys, rest)
@@ -96,8 +80,13 @@ def common_tokens(edge: bytes, tokens: bytes, start: int) -> int:
 
     Bisection compares each byte about twice, and none in Python.
     """
-    low, high = 0, min(len(edge), len(tokens) - start)
-    if tokens.startswith(edge[:high], start):
+    low, high = 0, len(tokens) - start
+    if len(edge) > high:
+        equal = edge.startswith(tokens[start:])
+    else:
+        high = len(edge)
+        equal = tokens.startswith(edge, start)
+    if equal:
         return high // TOKEN_BYTES
     while high - low > COMPARE_AT_ONCE:
         middle = (low + high) // 2

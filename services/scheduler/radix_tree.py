@@ -83,16 +83,20 @@ class RadixTree:
         if match.version != self._store.version:
             match = self.match(match.namespace, match.tokens)
         hit = match.hits.get(worker)
-        node = hit.node if hit else self._store.root_copy(match.namespace, cache).node
-        if hit and hit.node_pages * self._store.page_bytes < len(node.tokens):
-            node = self._store.split(node, hit.node_pages)
+        if hit is None:
+            node = self._store.root_copy(match.namespace, cache).node
+            source = None
+        elif hit.node_pages * self._store.page_bytes < len(hit.node.tokens):
+            node, source = self._store.split(hit.node, hit.node_pages), hit.node
+        else:
+            node, source = hit.node, hit.node.children.get(hit.source_key)
         lease = Lease(worker, match.namespace, node, cache, self.page_size)
         cache.leases.add(lease)
         self._lock_path(lease, cache)
-        if hit and hit.source:
-            lease.source = hit.source.copies[worker]
+        if hit and source and hit.num_tokens > lease.num_tokens:
+            lease.source = source.copies[worker]
             lease.copy_source = lease.source.pages[0]
-            lease.copy_tokens = hit.num_tokens - hit.num_pages * self.page_size
+            lease.copy_tokens = hit.num_tokens - lease.num_tokens
             cache.pin(lease.source)
         return lease
 
