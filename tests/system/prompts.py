@@ -28,7 +28,7 @@ _SHORT = [
     "🙂 means happy, 😢 means",
     "café, naïve, Zürich, Kraków:",
     "<|im_start|>user\nWhat is the capital of Italy?<|im_end|>\n<|im_start|>assistant\n",
-    "<|im_start|>system\nYou answer briefly.<|im_end|>\n<|im_start|>user\nName a color.<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName a color.<|im_end|>\n<|im_start|>assistant\n",
     "a",
 ]
 
