@@ -132,7 +132,9 @@ class Fleet:
         if worker is not None and incarnation in (None, worker.hello.incarnation):
             worker.last_heard = self._clock.now()
             return worker
-        if identity not in self._left:
+        if worker is not None:
+            self.drop(worker, f"speaks as incarnation {incarnation}")
+        elif identity not in self._left:
             self.answer(identity, WorkerReset(self._epoch, "not part of the fleet: say hello with a new incarnation"))
         return None
 

@@ -99,7 +99,7 @@ class Metrics:
         """One line per step with a prefill, one per `decode_log_interval` steps with decode rows only."""
         if plan.chunks:
             log.info(
-                f"Prefill batch, #new-seq: {len(plan.opens)}, #new-token: {plan.prefill_tokens}, "
+                f"Prefill batch, #new-seq: {len(plan.chunks)}, #new-token: {plan.prefill_tokens}, "
                 f"#cached-token: {plan.cached_tokens}, token usage: {usage:.2f}, "
                 f"#running-req: {len(plan.decode)}, #queue-req: {queued}",
                 worker=worker.worker_id,

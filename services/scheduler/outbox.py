@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from array import array
+from collections.abc import Callable, Iterable
 
 import structlog
 
@@ -16,6 +18,9 @@ from shared.messages.stream import StreamOpen, TokenChunk, TokenChunks
 from shared.transport import PeerBusy, PeerGone
 
 log = structlog.get_logger(__name__)
+
+# Once per token: no time for the checks of ints.pack.
+_pack: Callable[[array[int]], bytes] = array.tobytes if sys.byteorder == "little" else ints.pack
 
 PROMPT_TAIL_TOKENS = 16
 MAX_BACKLOG = 1000
@@ -143,17 +148,22 @@ class Outbox:
             self.touched.append(request)
             return
         detokenizer = min(candidates, key=lambda d: (d.num_streams, d.key))
-        count = len(request.output)
-        if self._try(detokenizer, self._stream_open(request), gone):
-            request.detokenizer = detokenizer
-            detokenizer.num_streams += 1
-            request.opened = True
-            request.sent = count
-            request.told = request.finish is not None
-            request.prompt_scores_sent = request.complete_prompt_scores() is not None
-            request.dirty = False
-        else:
+        try:
+            opening = self._stream_open(request)
+        except Exception:
+            self._give_up(request)
             self.touched.append(request)
+            return
+        if not self._try(detokenizer, opening, gone):
+            self.touched.append(request)
+            return
+        request.detokenizer = detokenizer
+        detokenizer.num_streams += 1
+        request.opened = True
+        request.sent = len(request.output)
+        request.told = request.finish is not None
+        request.prompt_scores_sent = opening.prompt_scores is not None
+        request.dirty = False
 
     def _send_chunks(self, detokenizer: Detokenizer, requests: list[Request], gone: list[Detokenizer]) -> None:
         try:
@@ -163,9 +173,10 @@ class Outbox:
             return
         if self._try(detokenizer, TokenChunks(chunks, self._epoch), gone):
             detokenizer.chunks_sent += 1
-            for request in requests:
+            for request, chunk in zip(requests, chunks, strict=True):
                 request.sent = len(request.output)
                 request.told = request.finish is not None
+                request.prompt_scores_sent |= chunk.prompt_scores is not None
                 request.dirty = False
         else:
             self.touched.extend(requests)
@@ -176,11 +187,14 @@ class Outbox:
             try:
                 _chunk(request)
             except Exception:
-                self._metrics.count("internal_errors")
-                log.exception("chunk failed", request_id=request.request_id)
-                request.drop_scores()
-                self.broken.append(request)
+                self._give_up(request)
         self.touched.extend(requests)
+
+    def _give_up(self, request: Request) -> None:
+        self._metrics.count("internal_errors")
+        log.exception("message failed", request_id=request.request_id)
+        request.drop_scores()
+        self.broken.append(request)
 
     def _try(self, detokenizer: Detokenizer, message: StreamOpen | TokenChunks, gone: list[Detokenizer]) -> bool:
         try:
@@ -226,13 +240,10 @@ class Outbox:
 
 def _chunk(request: Request) -> TokenChunk:
     sent = request.sent
-    ids = ints.pack(request.output[sent:])
+    ids = _pack(request.output[sent:])
     finish, cached, retractions = request.finish, request.cached_tokens, request.retractions
     if request.plain:
         return TokenChunk(request.request_id, sent, ids, finish, cached, None, None, retractions)
-    prompt_scores = None
-    if not request.prompt_scores_sent:
-        prompt_scores = request.complete_prompt_scores()
-        request.prompt_scores_sent = prompt_scores is not None
+    prompt_scores = None if request.prompt_scores_sent else request.complete_prompt_scores()
     scores = request.scores.since(sent, len(request.output))
     return TokenChunk(request.request_id, sent, ids, finish, cached, scores, prompt_scores, retractions)

@@ -33,7 +33,7 @@ class Watch:
         self._clock = core.clock
         self._fleet = core.fleet
         self._lifecycle = core.lifecycle
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines: list[tuple[float, int, str]] = []  # time, the request's sequence number, its id
         self._last = core.clock.now()
         self._sampled = core.clock.now()
         self._audit: Iterator[None] | None = None
@@ -41,7 +41,7 @@ class Watch:
 
     def add_deadline(self, request: Request) -> None:
         if request.deadline:
-            heapq.heappush(self._deadlines, (request.deadline, request.sequence, request))
+            heapq.heappush(self._deadlines, (request.deadline, request.sequence, request.request_id))
 
     def next_deadline(self) -> float:
         return self._deadlines[0][0] if self._deadlines else float("inf")
@@ -67,8 +67,10 @@ class Watch:
 
     def _end_overdue(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            request = heapq.heappop(self._deadlines)[2]
-            self._lifecycle.finish(request, abort("timed out", 408 if request.admitted else 504))
+            _, sequence, request_id = heapq.heappop(self._deadlines)
+            request = self._lifecycle.requests.get(request_id)
+            if request is not None and request.sequence == sequence:
+                self._lifecycle.finish(request, abort("timed out", 408 if request.admitted else 504))
 
     def _check_detokenizers(self, now: float) -> None:
         for detokenizer in list(self._core.outbox.detokenizers.values()):

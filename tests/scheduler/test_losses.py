@@ -94,6 +94,7 @@ def test_a_request_that_brings_down_three_workers_ends() -> None:
         {"step_id": 1},
         {"step_id": 77},
         {"epoch": 6},
+        {"incarnation": 2},
         {"token_ids": b""},
         {"token_ids": bytes(8)},
         {"token_ids": bytes(5)},

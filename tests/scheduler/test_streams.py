@@ -362,3 +362,16 @@ def test_pings_are_answered_through_the_loop_and_make_nobody_a_peer() -> None:
     fleet.turn()
     assert [pong.nonce for pong in pongs] == [5]
     assert b"ping/1" not in fleet.core.frontends.tokenizers
+
+
+def test_prompt_scores_that_met_a_full_queue_are_sent_again() -> None:
+    fleet = LocalFleet()
+    prompt = tokens(20)
+    rid = fleet.submit(prompt, 30, prompt_logprobs_from=0)
+    fleet.turn()
+    fleet.detokenizer_edge.busy.add(b"d/1")
+    steps(fleet, 4)
+    fleet.detokenizer_edge.busy.clear()
+    fleet.run()
+    fleet.assert_answered(rid)
+    assert array("f", fleet.stream(rid).prompt_scores.logprobs).tolist()[1:] == expected_scores(prompt, 0, 20)[1:]
