@@ -20,7 +20,7 @@ from services.scheduler.constraint.completion import Search, TokenOrder, allowed
 from services.scheduler.constraint.matcher import MaskRow, Matcher
 
 _TRIED = 300  # tokens tried in one mask
-_SEARCHED = 40  # states looked at for one mask, beyond the known path
+_SEARCHED = 16  # states looked at for one mask, beyond the known path
 _REPAIR = 150  # states looked at for a new path
 _MARGIN = 4  # tokens by which a plain token of a string can lengthen the path: a character it left open
 _CUTS = 4  # ends of the path that a token may lead to

@@ -24,7 +24,16 @@ _REMARKS = frozenset({"title", "description", "examples", "default", "$comment",
 
 
 def canonical(kind: Kind, source: str) -> str:
-    """The canonical form. Raises BadSource where the source is no JSON but should be."""
+    """The canonical form, valid Unicode. Raises BadSource where the source is no JSON but should be."""
+    text = _canonical(kind, source)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadSource("half of a character (a lone surrogate)", f"character {error.start + 1}") from None
+    return text
+
+
+def _canonical(kind: Kind, source: str) -> str:
     if kind == "json_schema":
         schema = _ANY_SCHEMA if source.strip() == ANY_JSON else read_json(source)
         return _compact(_ordered(schema))
@@ -36,7 +45,7 @@ def canonical(kind: Kind, source: str) -> str:
 def key(kind: Kind, text: str, *, best_effort: bool, any_whitespace: bool) -> bytes:
     """What must be equal for two constraints to share one compiled grammar."""
     head = f"{kind}\0{int(best_effort)}{int(any_whitespace)}\0"
-    return hashlib.sha256(head.encode() + text.encode("utf-8", "surrogatepass")).digest()
+    return hashlib.sha256(head.encode() + text.encode()).digest()
 
 
 def read_json(source: str) -> Any:

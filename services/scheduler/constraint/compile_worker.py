@@ -84,13 +84,16 @@ class Worker:
         if job.kind == "json_schema":
             schema = read_json(job.source)
             step, harmless = largest_step(schema, self._limits.depth), not has_hidden_obligations(schema)
+        grown = max(0, memory() - before)
+        if grown > self._limits.grammar_memory:
+            raise BadSource(f"it takes {grown >> 20} MB of memory, {self._limits.grammar_memory >> 20} MB are allowed")
         return Compiled(
             grammar=grammar.text,
             shortest=tuple(shortest) if shortest is not None else None,
             step=step,
             plain_is_harmless=harmless,
             seconds=time.perf_counter() - started,
-            grown=max(0, memory() - before),
+            grown=grown,
         )
 
     def _check(self, job: CompileJob, grammar: GrammarText, matcher: LLGuidanceMatcher) -> None:

@@ -120,7 +120,7 @@ class Compiler:
         """Does a finished text satisfy its constraint? Never raises for a bad source or text."""
         try:
             source = await self._canonical(constraint)
-            job = CheckJob(constraint.kind, source, text)
+            job = CheckJob(constraint.kind, source, text.encode("utf-8", "replace").decode())
             answer = await self._pool.ask(job, self._limits.check_seconds)
         except ConstraintError as error:
             return Verdict(False, str(error), known=False)

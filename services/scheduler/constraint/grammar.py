@@ -12,7 +12,8 @@ from services.scheduler.constraint.matcher import Matcher
 from services.scheduler.constraint.state import ConstraintState
 
 _LEAST_BYTES = 1 << 20
-"""What one grammar is taken to hold at least: its lexer grows while masks are filled."""
+_GROWTH = 4
+"""A grammar's lexer grows while masks are filled: what the masks of the search took is a sample of it."""
 
 
 class CompiledGrammar:
@@ -23,7 +24,7 @@ class CompiledGrammar:
     def __init__(self, kind: Kind, base: Matcher, ending: Ending, order: TokenOrder, size: int) -> None:
         self.kind = kind
         self.ending = ending
-        self.size = max(size, _LEAST_BYTES)
+        self.size = max(_GROWTH * size, _LEAST_BYTES)
         self._base = base
         self._order = order
 

@@ -16,9 +16,10 @@ class Limits(Struct, frozen=True, kw_only=True):
     alternatives: int = 20_000  # of one enum or choice
     compile_seconds: float = 5.0
     compile_memory: int = 512 << 20  # beyond what the compiling process holds at rest
+    grammar_memory: int = 128 << 20  # of one grammar, with the masks of its search
     check_seconds: float = 5.0  # judging a finished text
     search_nodes: int = 300  # matcher states looked at for a shortest completion
-    lexer_states: int = 50_000  # 1-2 kB each, kept as long as the grammar
+    lexer_states: int = 150_000  # up to 250 bytes each, kept as long as the grammar
 
 
 def parser_limits(limits: Limits) -> LLParserLimits:

@@ -1,0 +1,296 @@
+"""The compiler: once for equal sources, bounded in memory, never stopped by a hostile source."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from radixfleet.models import resolve
+from services.scheduler.constraint.compiler import Compiler
+from services.scheduler.constraint.errors import CompilerBusy, ConstraintError
+from services.scheduler.constraint.grammar import GrammarCache
+from services.scheduler.constraint.limits import Limits
+from services.scheduler.constraint.masks import MaskFiller, RowJob
+from shared.messages.request import Constraint
+
+sys.path.insert(0, str(Path(__file__).parent))
+from constraint_kit import vocabulary
+
+SMALL = Constraint("json_schema", '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}')
+SLOW = "start: " + " | ".join(f'a "{i}"' for i in range(15_000)) + '\na: "x"'
+
+
+@pytest_asyncio.fixture
+async def compiler() -> AsyncIterator[Compiler]:
+    compiler = await Compiler.start(str(resolve(None)), Limits(compile_seconds=20))
+    yield compiler
+    await compiler.close()
+
+
+async def test_equal_sources_compile_once_however_many_ask(compiler: Compiler) -> None:
+    spaced = Constraint("json_schema", json.dumps(json.loads(SMALL.source), indent=4, sort_keys=True))
+    waiting = [compiler.compile(SMALL if i % 2 else spaced) for i in range(50)]
+    grammars = await asyncio.gather(*waiting)
+    assert len({id(grammar) for grammar in grammars}) == 1
+    assert compiler.stats.compiled == 1
+    assert await compiler.compile(spaced) is grammars[0]
+    assert compiler.stats.hits == 1
+    other = await compiler.compile(Constraint("json_schema", SMALL.source, any_whitespace=True))
+    assert other is not grammars[0]
+
+
+async def test_a_compiled_grammar_fills_masks(compiler: Compiler) -> None:
+    grammar = await compiler.compile(Constraint("regex", "[0-9]{3}"))
+    assert grammar.minimum is not None
+    filler = MaskFiller(compiler.vocabulary.words)
+    future = filler.submit([RowJob(grammar.state(10), budget=10)])
+    filled = await asyncio.wrap_future(future)
+    assert not filled.outcomes[0].error
+    filler.close()
+
+
+async def test_refusals_name_the_field_and_are_remembered(compiler: Compiler) -> None:
+    for _ in range(3):
+        with pytest.raises(ConstraintError) as caught:
+            await compiler.compile(Constraint("regex", "ab(?=c)"))
+        assert str(caught.value) == "regex: column 3: look-around (?=...) is not supported"
+    assert compiler.stats.refused == 1
+    with pytest.raises(ConstraintError, match="json_schema: line 1, column 2: not JSON"):
+        await compiler.compile(Constraint("json_schema", "{"))
+    with pytest.raises(ConstraintError, match="regex: 300000 bytes are more than"):
+        await compiler.compile(Constraint("regex", "a" * 300_000))
+
+
+@pytest.mark.parametrize("schema", ['{"$ref":"#"}', '{"allOf":[{"const":1},{"const":2}]}'])
+async def test_what_no_text_satisfies_is_refused(compiler: Compiler, schema: str) -> None:
+    with pytest.raises(ConstraintError):
+        await compiler.compile(Constraint("json_schema", schema))
+
+
+async def test_the_cache_is_bounded_by_bytes() -> None:
+    compiler = await Compiler.start(str(resolve(None)), cache_bytes=20 << 20)
+    for i in range(40):
+        await compiler.compile(Constraint("regex", f"[a-z]{{{i + 1}}}"))
+        assert compiler.cache.bytes <= 20 << 20
+    assert 0 < len(compiler.cache) <= 20
+    assert compiler.stats.compiled == 40
+    await compiler.compile(Constraint("regex", "[a-z]{40}"))
+    assert compiler.stats.compiled == 40
+    await compiler.compile(Constraint("regex", "[a-z]{1}"))
+    assert compiler.stats.compiled == 41
+    await compiler.close()
+
+
+def test_the_least_recently_used_grammar_goes_first() -> None:
+    class Sized:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+    cache = GrammarCache(100)
+    items: list[Any] = [Sized(40), Sized(40), Sized(40), Sized(101)]
+    cache.put(b"a", items[0])
+    cache.put(b"b", items[1])
+    assert cache.get(b"a") is items[0]
+    cache.put(b"c", items[2])
+    assert cache.get(b"b") is None
+    assert cache.get(b"a") is items[0]
+    cache.put(b"d", items[3])
+    assert cache.get(b"d") is None
+    assert (len(cache), cache.bytes) == (2, 80)
+    cache.put(b"a", items[1])
+    assert cache.bytes == 80
+    cache.clear()
+    assert (len(cache), cache.bytes) == (0, 0)
+
+
+async def test_a_killed_process_costs_one_request_and_is_replaced(compiler: Compiler) -> None:
+    slow = asyncio.create_task(compiler.compile(Constraint("lark", SLOW)))
+    process = await _busy_process(compiler)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(ConstraintError, match="too much memory"):
+        await slow
+    assert (await compiler.compile(SMALL)).minimum is not None
+    assert compiler.stats.killed == 1
+
+
+async def test_time_is_bounded_and_others_do_not_wait_for_it() -> None:
+    compiler = await Compiler.start(str(resolve(None)), Limits(compile_seconds=1.0), processes=2)
+    await compiler.compile(SMALL)
+    hostile = "start: " + " | ".join(f'a "{i}" b' for i in range(11_000)) + '\na: "x" a |\nb: a a a\n'
+    slow = asyncio.create_task(compiler.compile(Constraint("lark", "// 1\n" + hostile)))
+    await _busy_process(compiler)
+    quick = await compiler.compile(Constraint("regex", "[a-f]+"))
+    assert quick.minimum == 1
+    with pytest.raises(ConstraintError):
+        await slow
+    assert (await compiler.compile(Constraint("regex", "[a-e]+"))).minimum == 1
+    await compiler.close()
+
+
+async def test_memory_is_bounded() -> None:
+    compiler = await Compiler.start(str(resolve(None)), Limits(compile_memory=48 << 20, compile_seconds=60))
+    with pytest.raises(ConstraintError, match="memory"):
+        await compiler.compile(Constraint("json_schema", json.dumps({"enum": [f"{i:09}" for i in range(18_000)]})))
+    assert (await compiler.compile(SMALL)).minimum is not None
+    await compiler.close()
+
+
+async def test_who_goes_away_leaves_the_others_waiting(compiler: Compiler) -> None:
+    constraint = Constraint("lark", SLOW)
+    first = asyncio.create_task(compiler.compile(constraint))
+    second = asyncio.create_task(compiler.compile(constraint))
+    await _busy_process(compiler)
+    first.cancel()
+    assert (await second) is not None
+    third = asyncio.create_task(compiler.compile(Constraint("lark", "// other\n" + SLOW)))
+    process = await _busy_process(compiler)
+    third.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await third
+    while process.alive:
+        await asyncio.sleep(0)
+    assert (await compiler.compile(SMALL)).minimum is not None
+
+
+async def test_a_full_queue_is_busy() -> None:
+    compiler = await Compiler.start(str(resolve(None)), processes=1, most_waiting=2)
+    tasks = [asyncio.create_task(compiler.compile(Constraint("regex", f"a{{{i + 1}}}"))) for i in range(3)]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results if isinstance(result, Exception)] == [CompilerBusy]
+    await compiler.close()
+
+
+async def test_best_effort_is_judged_afterwards(compiler: Compiler) -> None:
+    schema = json.dumps({"type": "array", "items": {"type": "integer"}, "uniqueItems": True})
+    with pytest.raises(ConstraintError, match="#/uniqueItems: uniqueItems cannot be enforced"):
+        await compiler.compile(Constraint("json_schema", schema))
+    lenient = Constraint("json_schema", schema, best_effort=True)
+    await compiler.compile(lenient)
+    good, bad, broken = [await compiler.check(lenient, text) for text in ("[1,2]", "[1,1]", "[1,")]
+    assert good.valid
+    assert not bad.valid
+    assert "non-unique" in bad.reason
+    assert not broken.valid
+    assert (await compiler.check(Constraint("regex", "a+b"), "aab")).valid
+    assert "not allowed after" in (await compiler.check(Constraint("regex", "a+b"), "aac")).reason
+
+
+async def test_a_check_that_never_ends_is_given_up() -> None:
+    compiler = await Compiler.start(str(resolve(None)), Limits(check_seconds=1.0))
+    schema = json.dumps({"type": "string", "pattern": "^(a+)+$"})
+    verdict = await compiler.check(Constraint("json_schema", schema), json.dumps("a" * 60 + "!"))
+    assert not verdict.known
+    assert (await compiler.compile(SMALL)).minimum is not None
+    await compiler.close()
+
+
+async def test_closing_ends_the_processes() -> None:
+    compiler = await Compiler.start(str(resolve(None)))
+    await compiler.compile(SMALL)
+    slow = asyncio.create_task(compiler.compile(Constraint("lark", SLOW)))
+    process = await _busy_process(compiler)
+    await compiler.close()
+    assert not process.alive
+    with pytest.raises(asyncio.CancelledError):
+        await slow
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("index", range(40))
+async def test_hostile_sources_are_answered(index: int, shared_compiler: Compiler) -> None:
+    """Refused with a reason, or compiled and usable."""
+    constraint = HOSTILE[index]
+    grammar, refusal = None, None
+    try:
+        grammar = await shared_compiler.compile(constraint)
+    except ConstraintError as error:
+        refusal = error
+    if grammar is None:
+        assert refusal is not None
+        assert refusal.kind == constraint.kind
+        assert refusal.reason
+        assert len(str(refusal)) < 1000
+    else:
+        filler = MaskFiller(vocabulary().words)
+        filled = await asyncio.wrap_future(filler.submit([RowJob(grammar.state(50), budget=50)]))
+        assert not filled.outcomes[0].error
+        filler.close()
+    assert (await shared_compiler.compile(SMALL)).minimum is not None
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_compiler() -> AsyncIterator[Compiler]:
+    compiler = await Compiler.start(str(resolve(None)))
+    yield compiler
+    await compiler.close()
+
+
+async def _busy_process(compiler: Compiler) -> Any:
+    """The process that works on a job; waits until one does."""
+    while not compiler._pool._busy:
+        await asyncio.sleep(0)
+    return next(iter(compiler._pool._busy))
+
+
+def _nested(depth: int) -> str:
+    return '{"type":"object","required":["a"],"properties":{"a":' * depth + '{"type":"null"}' + "}}" * depth
+
+
+DOUBLING = {f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(30)}
+HOSTILE = [
+    Constraint("regex", "(a+)+b"),
+    Constraint("regex", "(a|aa)+$"),
+    Constraint("regex", "(.*a){20}"),
+    Constraint("regex", "[ab]*a[ab]{30}"),
+    Constraint("regex", "(x{1,100}){1,100}"),
+    Constraint("regex", "((x{1,50}){1,50}){1,50}"),
+    Constraint("regex", "a{1,1000000000}"),
+    Constraint("regex", "a{999999999999999999999}"),
+    Constraint("regex", "(" * 5000 + ")" * 5000),
+    Constraint("regex", "|".join(f"w{i}" for i in range(30_000))),
+    Constraint("regex", "x" * 1_000_000),
+    Constraint("regex", "(.*a.{20}|.*b.{21}|.*c.{22})x"),
+    Constraint("regex", "\ud800"),
+    Constraint("regex", "\0\1\2[^\0]"),
+    Constraint("json_schema", json.dumps({"x": "y" * 1_000_000})),
+    Constraint("json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(8000)}})),
+    Constraint(
+        "json_schema",
+        json.dumps({"properties": {f"p{i}": True for i in range(6000)}, "required": [f"p{i}" for i in range(6000)]}),
+    ),
+    Constraint("json_schema", _nested(60)),
+    Constraint("json_schema", _nested(200)),
+    Constraint("json_schema", "[" * 50_000 + "]" * 50_000),
+    Constraint("json_schema", '{"a":' * 50_000 + "1" + "}" * 50_000),
+    Constraint("json_schema", '{"$ref":"#"}'),
+    Constraint("json_schema", '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}'),
+    Constraint(
+        "json_schema",
+        json.dumps({"$defs": DOUBLING | {"d30": {"type": "null"}}, "$ref": "#/$defs/d0"}),
+    ),
+    Constraint("json_schema", json.dumps({"allOf": [{"anyOf": [{"minimum": i}, {"maximum": -i}]} for i in range(20)]})),
+    Constraint("json_schema", json.dumps({"enum": [f"value {i}" for i in range(15_000)]})),
+    Constraint("json_schema", json.dumps({"enum": list(range(50_000))})),
+    Constraint("json_schema", '{"type":"string","maxLength":1000000}'),
+    Constraint("json_schema", '{"type":"string","minLength":1000000}'),
+    Constraint("json_schema", '{"type":"array","minItems":1000000,"items":{"type":"integer"}}'),
+    Constraint("json_schema", '{"type":"string","pattern":"((a{1,99}){1,99}){1,99}"}'),
+    Constraint("json_schema", '{"type":"stuff"}'),
+    Constraint("json_schema", '{"$ref":"http://example.com/schema"}'),
+    Constraint("ebnf", "root ::= root"),
+    Constraint("ebnf", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
+    Constraint("ebnf", "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(40)) + '\nr40 ::= "a"\nroot ::= r0'),
+    Constraint("lark", "start: " + " | ".join(f'a "{i}"' for i in range(15_000)) + '\na: "x"'),
+    Constraint("lark", "start: a\na: a a | a a a | b\nb: a | \"x\"\n"),
+    Constraint("choice", json.dumps(["x" * 1000] * 200)),
+    Constraint("structural_tag", json.dumps({"format": {"type": "nope", "x": ["y"] * 1000}})),
+]  # fmt: skip
