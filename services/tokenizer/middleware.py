@@ -17,7 +17,12 @@ from services.tokenizer.metrics import Measurements
 
 REQUEST_ID = b"x-request-id"
 MAX_ID_CHARS = 128
-WORK_PATHS = frozenset(("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"))
+WORK_PATHS = frozenset(
+    (
+        *("/generate", "/v1/completions", "/v1/chat/completions"),
+        *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
+    )
+)
 
 
 class Door:
