@@ -54,8 +54,10 @@ def test_odd_shapes(kernels: library.Library, dtype: torch.dtype, seed: int) -> 
     poisoned = torch.full((rows + 2, outputs + 3), math.nan, dtype=dtype)
     out = PackedLinear(kernels, weight, bias)(x, out=poisoned[1:-1, 1:-2])
     assert close(out, expected, dtype)
-    assert torch.isnan(poisoned[0]).all() and torch.isnan(poisoned[-1]).all()
-    assert torch.isnan(poisoned[:, 0]).all() and torch.isnan(poisoned[:, -2:]).all()
+    assert torch.isnan(poisoned[0]).all()
+    assert torch.isnan(poisoned[-1]).all()
+    assert torch.isnan(poisoned[:, 0]).all()
+    assert torch.isnan(poisoned[:, -2:]).all()
 
 
 @DTYPES
@@ -109,8 +111,10 @@ def test_nan_and_infinity_stay_in_their_row(kernels: library.Library) -> None:
     weight, x = draw(64, 64, dtype=torch.bfloat16), draw(4, 64, dtype=torch.bfloat16)
     x[1, 3], x[2, 5] = math.nan, math.inf
     out = PackedLinear(kernels, weight)(x)
-    assert torch.isnan(out[1]).all() and not torch.isfinite(out[2]).any()
-    assert torch.isfinite(out[0]).all() and torch.isfinite(out[3]).all()
+    assert torch.isnan(out[1]).all()
+    assert not torch.isfinite(out[2]).any()
+    assert torch.isfinite(out[0]).all()
+    assert torch.isfinite(out[3]).all()
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Loads the kernel library and chooses the instruction set. Leaves building to build.py, tensors to the callers.
 
 RADIXFLEET_CPU_ISA (portable, avx2, avx512, amx) forces a path; without it the best one this processor runs is taken.
+RADIXFLEET_KERNEL_FLAGS adds compiler flags, for builds with sanitizers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from services.gpu_worker.kernels.build import library_path
 ISAS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 ISA_VARIABLE = "RADIXFLEET_CPU_ISA"
+FLAGS_VARIABLE = "RADIXFLEET_KERNEL_FLAGS"
 
 
 class LayerCall(ctypes.Structure):
@@ -106,6 +108,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rf_norm": (None, (c_int, POINTER(NormCall))),
     "rf_rope": (None, (c_int, POINTER(RopeCall))),
     "rf_gate": (None, (c_int, POINTER(GateCall))),
+    "rf_read_memory": (c_uint64, (_P, c_int64, c_int)),
     "rf_copy_pages": (c_int, (POINTER(_P), c_int, _P, _P, c_int, c_int64, c_int)),
 }
 
@@ -124,8 +127,9 @@ class Library:
 
 def load(environ: Mapping[str, str] | None = None) -> Library:
     """Builds if needed and loads. Raises NativeUnavailable, and ValueError for a forced path that cannot run here."""
-    functions = _open(os.fspath(library_path()))
-    forced = (os.environ if environ is None else environ).get(ISA_VARIABLE, "")
+    environ = os.environ if environ is None else environ
+    functions = _open(os.fspath(library_path(tuple(environ.get(FLAGS_VARIABLE, "").split()))))
+    forced = environ.get(ISA_VARIABLE, "")
     if not forced:
         return Library(functions, available_isas(functions)[-1])
     if forced not in ISAS or not functions.rf_has_isa(ISAS[forced]):

@@ -87,6 +87,15 @@ RF_EXPORT int rf_has_isa(int isa) {
   return 0;
 }
 
+// Reads `words` words of memory on all threads and returns their exclusive or: for measuring bandwidth.
+RF_EXPORT uint64_t rf_read_memory(const uint64_t* memory, int64_t words, int threads) {
+  uint64_t sum = 0;
+  (void)threads;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(^ : sum)
+  for (int64_t i = 0; i < words; i++) sum ^= memory[i];
+  return sum;
+}
+
 // Copies pages of `page_bytes` bytes within every layer; all sources are read before any target is written.
 RF_EXPORT int rf_copy_pages(void* const* layers, int num_layers, const int64_t* sources, const int64_t* targets, int count,
                             int64_t page_bytes, int threads) {

@@ -1,0 +1,54 @@
+"""Runs the kernel tests over kernels built with the address and undefined-behaviour sanitizers.
+
+    python scripts/sanitize_kernels.py [pytest arguments]
+
+The sanitizer's runtime is preloaded into Python, so that every tensor the tests make has guarded borders.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from services.gpu_worker.kernels.build import find_compiler  # noqa: E402
+from services.gpu_worker.kernels.library import FLAGS_VARIABLE  # noqa: E402
+
+FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
+TESTS = [f"tests/gpu_worker/{name}.py" for name in ("test_native_attention", "test_native_groups")]
+TESTS += [f"tests/gpu_worker/{name}.py" for name in ("test_kernels_linear", "test_kernels_rows")]
+# Some tests of every kernel on every path; the whole suites take minutes under the sanitizers.
+CHOICE = "random_batches or odd_shapes or several_blocks or sliding_window or page_sizes-fp32 or two_groups"
+CHOICE += " or gate or of_a_sum or rotate"
+
+
+def main() -> int:
+    compiler = find_compiler()
+    runtime = [_runtime(compiler, name) for name in ("libasan.so", "libubsan.so")]
+    environ = {
+        **os.environ,
+        FLAGS_VARIABLE: FLAGS,
+        "LD_PRELOAD": " ".join(runtime),
+        "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",  # leaks are Python's own
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "OMP_NUM_THREADS": "2",
+    }
+    chosen = sys.argv[1:] or ["-k", CHOICE, *TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--capture=sys", "-p", "no:cacheprovider", *chosen]
+    return subprocess.run(command, env=environ, cwd=ROOT, check=False).returncode
+
+
+def _runtime(compiler: list[str], name: str) -> str:
+    asked = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    path = asked.stdout.strip()
+    if not os.path.isabs(path):
+        raise SystemExit(f"the compiler has no {name}")
+    return path
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
