@@ -41,7 +41,8 @@ class Lease:
 
     `pages` are the tree's full pages from position 0 in order. `tail_page` is a partly filled page of the request
     itself which the tree knows `tail_tokens` tokens of. `copy_source` is a page whose first `copy_tokens` tokens
-    follow the shared ones; the tree keeps it until the lease's first extend, release or forget_copy.
+    follow the shared ones; the tree evicts it only after the lease's first extend, release or forget_copy, so the
+    copy must be in a command that leaves before those, or with them.
     """
 
     worker: str

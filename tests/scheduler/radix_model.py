@@ -74,14 +74,14 @@ class ModelWorker:
     def extend(self, lease: ModelLease, tokens: Tokens, pages: list[int]) -> list[int]:
         """Adopts what is new; returns the refused pages."""
         size, (namespace, base) = self.page_size, lease.key
-        lease.pinned = -1
+        lease.pinned, former = -1, -1
         if lease.tail is not None:
             whole = (namespace, base + tokens)
             if is_prefix(whole, lease.tail) or (len(tokens) < size and self.holds(whole)):
                 return []
-            del self.pages[lease.tail]
+            former = self.pages.pop(lease.tail)
             lease.tail = None
-        refused = []
+        refused: list[int] = []
         for index, page in enumerate(pages):
             key = (namespace, base + tokens[: (index + 1) * size])
             is_full = (index + 1) * size <= len(tokens)
@@ -92,6 +92,9 @@ class ModelWorker:
                 lease.tail = None if is_full else key
             if is_full:
                 lease.key = key
+        if former in refused:
+            for other in self.leases:  # the page is its request's again, who frees it when its slot closes
+                other.pinned = -1 if other.pinned == former else other.pinned
         return refused
 
     def release(self, lease: ModelLease, now: int) -> None:

@@ -8,33 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from services.scheduler.eviction import REBUILD_AT
-from services.scheduler.radix_tree import Lease, RadixTree
-from shared.ints import pack
-
-NS = b""
-
-
-def toks(text: str) -> bytes:
-    return pack(map(ord, text))
+from services.scheduler.radix_tree import RadixTree
+from tests.scheduler.radix_texts import NS, run, store, toks, two_workers
 
 
 @pytest.fixture
 def tree() -> RadixTree:
-    tree = RadixTree(4)
-    tree.add_worker("u")
-    tree.add_worker("v")
-    return tree
-
-
-def run(tree: RadixTree, text: str, pages: list[int], worker: str = "u") -> Lease:
-    lease = tree.acquire(tree.match(NS, toks(text[:-1])), worker)
-    assert tree.extend(lease, toks(text[lease.num_tokens :]), pages) == []
-    return lease
-
-
-def store(tree: RadixTree, text: str, pages: list[int], worker: str = "u") -> None:
-    tree.release(run(tree, text, pages, worker))
-    tree.check()
+    return two_workers()
 
 
 def use(tree: RadixTree, text: str, worker: str = "u") -> None:

@@ -6,34 +6,19 @@ from collections.abc import Callable
 
 import pytest
 
-from services.scheduler.lease import Lease
 from services.scheduler.node import Copy, Node
 from services.scheduler.radix_tree import RadixTree
-from shared.ints import pack
-
-NS = b""
-
-
-def toks(text: str) -> bytes:
-    return pack(map(ord, text))
-
-
-def store(tree: RadixTree, text: str, pages: list[int], worker: str = "u") -> Lease:
-    lease = tree.acquire(tree.match(NS, toks(text[:-1])), worker)
-    tree.extend(lease, toks(text[lease.num_tokens :]), pages)
-    return lease
+from tests.scheduler.radix_texts import NS, run, store, toks, two_workers
 
 
 class Damaged:
     """A small tree with a shared prefix, two branches, a running request with a tail, and one about to copy."""
 
     def __init__(self) -> None:
-        self.tree = RadixTree(4)
-        self.tree.add_worker("u")
-        self.tree.add_worker("v")
-        self.running = store(self.tree, "abcdefghij", [1, 2, 3])
-        self.tree.release(store(self.tree, "abcdXXXX", [4]))
-        self.tree.release(store(self.tree, "abcdefgh", [1, 2], "v"))
+        self.tree = two_workers()
+        self.running = run(self.tree, "abcdefghij", [1, 2, 3])
+        store(self.tree, "abcdXXXX", [4])
+        store(self.tree, "abcdefgh", [1, 2], "v")
         self.reader = self.tree.acquire(self.tree.match(NS, toks("abcdXXY")), "u")
         self.cache = self.tree._caches["u"]
 
@@ -172,10 +157,11 @@ def test_damage_is_found_and_named(damage: Callable[[Damaged], None], message: s
 
 
 def wide_tree() -> RadixTree:
-    tree = RadixTree(4)
-    tree.add_worker("u")
+    tree = two_workers()
     for number in range(500):
-        tree.release(store(tree, f"{number:04d}", [number]))
+        lease = tree.acquire(tree.match(NS, b""), "u")
+        tree.extend(lease, toks(f"{number:04d}"), [number])
+        tree.release(lease)
     return tree
 
 
