@@ -21,7 +21,7 @@ Handler = Callable[[bytes, Any], None]
 
 
 class Handlers:
-    """`from_x(identity, message)` for each edge. An exception ends the message's request, nothing else."""
+    """`from_x(identity, message)` for each edge; `failed` where one of them has raised."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -72,18 +72,14 @@ class Handlers:
 
     def _run(self, table: dict[type, Handler], identity: bytes, message: Any) -> None:
         handler = table.get(type(message))
-        if handler is None:
-            return  # a Pong: being heard is all it is for
-        try:
+        if handler is not None:  # else a Pong: being heard is all it is for
             handler(identity, message)
-        except Exception:
-            self._core.metrics.count("internal_errors")
-            log.exception("message failed", kind=type(message).__name__, sender=identity.decode(errors="replace"))
-            self._contain(identity, message)
 
-    def _contain(self, identity: bytes, message: Any) -> None:
-        """Whoever the failed message was about must not wait for ever."""
+    def failed(self, identity: bytes, message: Any) -> None:
+        """Handling a message has raised: whoever it was about must not wait for ever."""
         core = self._core
+        core.metrics.count("internal_errors")
+        log.exception("message failed", kind=type(message).__name__, sender=repr(identity))
         if isinstance(message, GenerateRequest):
             request = core.lifecycle.requests.get(message.request_id)
             if request is not None and request.live:

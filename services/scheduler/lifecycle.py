@@ -122,6 +122,7 @@ class Lifecycle:
 
         With `blame`, the requests of its steps in flight count it against themselves.
         """
+        self.group_worker = {group: home for group, home in self.group_worker.items() if home is not worker}
         seated = list(worker.running.values())
         worker.running.clear()
         for request in seated:

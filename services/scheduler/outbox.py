@@ -193,6 +193,8 @@ class Outbox:
     def _give_up(self, request: Request) -> None:
         self._metrics.count("internal_errors")
         log.exception("message failed", request_id=request.request_id)
+        if request.finish is not None and request.plain:
+            request.opened = request.told = True  # not even its end can be said
         request.drop_scores()
         self.broken.append(request)
 

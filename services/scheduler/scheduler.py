@@ -96,7 +96,10 @@ class Scheduler:
     def _handle_inbox(self) -> None:
         inbox, self._inbox = self._inbox, []
         for handler, identity, message in inbox:
-            handler(identity, message)
+            try:
+                handler(identity, message)
+            except Exception:
+                self.handlers.failed(identity, message)
         probes, self._probes = self._probes, set()
         for probe in probes:
             probe()

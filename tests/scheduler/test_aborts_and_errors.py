@@ -267,3 +267,39 @@ def test_a_request_whose_steps_cannot_be_planned_ends_and_the_scheduler_lives(mo
     good = fleet.submit(tokens(20, seed=1), 5)
     fleet.run()
     fleet.assert_answered(good)
+
+
+def test_a_stream_that_can_never_be_opened_is_given_up_and_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = LocalFleet()
+    opening = fleet.core.outbox._stream_open
+
+    def fails_for_one(request: Any) -> Any:
+        if request.request_id == "bad":
+            raise RuntimeError("boom")
+        return opening(request)
+
+    monkeypatch.setattr(fleet.core.outbox, "_stream_open", fails_for_one)
+    fleet.submit(tokens(5), 5, rid="bad")
+    good = fleet.submit(tokens(20), 5)
+    for _ in range(5):
+        fleet.run()
+    fleet.assert_answered(good)
+    assert not fleet.request("bad").live
+    assert not fleet.core.outbox.touched
+    assert fleet.core.metrics.counters["internal_errors"] == 2
+
+
+def test_one_bad_message_does_not_take_the_rest_of_the_inbox_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = LocalFleet()
+
+    def fails(*_: Any) -> bool:
+        raise RuntimeError("boom")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.core.frontends, "heard", fails)
+        fleet.submit(tokens(5), 5, rid="bad")
+        fleet.turn()
+    fleet.submit(tokens(20), 5, rid="good")
+    fleet.run()
+    fleet.assert_answered("good")
+    assert fleet.tokenizer.rejected["bad"].code == "internal"
