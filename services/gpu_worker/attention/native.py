@@ -74,6 +74,21 @@ class NativeAttention:
         self._batch = batch
         self._planned_heads = 0
 
+    def prepared(self, q_heads: int) -> ctypes.c_void_p:
+        """The step's plan for kernels that run attention among other things."""
+        if self._planned_heads != q_heads:
+            self._make_plan(q_heads)
+        return self._plan
+
+    @property
+    def planned_tokens(self) -> int:
+        return self._arrays[3].shape[0]
+
+    @property
+    def caches(self) -> list[torch.Tensor]:
+        """The layers' K and V, as in KVCache."""
+        return self._layers
+
     def _make_plan(self, q_heads: int) -> None:
         batch = self._batch
         if batch is None:
@@ -115,9 +130,8 @@ class NativeAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """As AttentionBackend.forward; q, k and v may be slices of one fused tensor (strided over tokens)."""
-        if self._planned_heads != q.shape[1]:
-            self._make_plan(q.shape[1])
-        tokens = self._arrays[3].shape[0]
+        self.prepared(q.shape[1])
+        tokens = self.planned_tokens
         if q.shape[0] != tokens or q.shape[2] != self._head_dim or k.shape != v.shape:
             raise ValueError(f"attention inputs {tuple(q.shape)}, {tuple(k.shape)} do not fit the batch")
         if k.shape != (tokens, self._kv_heads, self._head_dim) or spec.scale <= 0:

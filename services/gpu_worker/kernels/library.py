@@ -87,6 +87,34 @@ class GateCall(ctypes.Structure):
     )
 
 
+class DecoderLayer(ctypes.Structure):
+    """One layer of a decoder; mirrors DecoderLayer of interface.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "qk_norm")),
+        *((name, c_void_p) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, c_void_p) for name in ("qkv_bias", "output_bias", "gate_up_bias", "down_bias")),
+        ("cache", c_void_p),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("window", c_int32),
+        ("rope", c_int32),
+    )
+
+
+class DecoderCall(ctypes.Structure):
+    """All layers of one step; mirrors DecoderCall of interface.h."""
+
+    _fields_ = (
+        ("layers", POINTER(DecoderLayer)),
+        *((name, c_void_p) for name in ("x", "out", "cos", "sin", "keep")),
+        ("table_stride", c_int64),
+        ("eps", c_float),
+        *((name, c_int32) for name in ("num_layers", "num_keep", "tokens", "hidden", "intermediate")),
+        *((name, c_int32) for name in ("q_heads", "kv_heads", "head_dim", "dtype", "threads")),
+    )
+
+
 _P = c_void_p
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rf_has_isa": (c_int, (c_int,)),
@@ -102,6 +130,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "rf_plan_kv_bytes": (c_uint64, (_P,)),
     "rf_attention": (None, (c_int, _P, POINTER(LayerCall))),
+    "rf_decoder": (c_int, (c_int, _P, POINTER(DecoderCall))),
     "rf_packed_bytes": (c_int64, (c_int, c_int, c_int, c_int)),
     "rf_pack_weight": (None, (_P, c_int, c_int, c_int, c_int, _P)),
     "rf_linear": (c_int, (c_int, POINTER(LinearCall))),

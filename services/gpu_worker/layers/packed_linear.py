@@ -80,6 +80,15 @@ class PackedLinear:
 
     __call__ = forward
 
+    @property
+    def packed(self) -> int:
+        """Address of the packed weight, for kernels that run several products in one call."""
+        return self._packed.data_ptr()
+
+    @property
+    def packed_bias(self) -> int | None:
+        return None if self._bias is None else self._bias.data_ptr()
+
 
 def _pack(kernels: Library, weight: torch.Tensor, gated: bool) -> torch.Tensor:
     functions, (outputs, inputs), dtype = kernels.functions, weight.shape, DTYPES[weight.dtype]

@@ -281,19 +281,31 @@ void write_kv(const Batch& batch, const LayerCall& call, int first, int last) {
   }
 }
 
+// To be called by all threads of a parallel region once K and V are stored; returns when all outputs are written.
+template <class Engine>
+void attention_in_team(Batch& batch, const LayerCall& call) {
+  Attention<Engine> attention(batch, call, batch.scratch + batch.scratch_stride * thread_number());
+  Engine::begin();
+#pragma omp for schedule(dynamic, 1)
+  for (int i = 0; i < batch.num_items; i++) attention.run(batch.items[i]);
+  Engine::end();
+}
+
+struct Range {  // this thread's share of the tokens
+  int first, last;
+  explicit Range(int tokens)
+      : first((int)((int64_t)tokens * thread_number() / thread_count())),
+        last((int)((int64_t)tokens * (thread_number() + 1) / thread_count())) {}
+};
+
 template <class Engine>
 void attention(Batch& batch, const LayerCall& call) {
 #pragma omp parallel num_threads(batch.threads)
   {
-    const int thread = thread_number(), threads = thread_count();
-    Engine::begin();
-    write_kv<typename Engine::Storage>(batch, call, (int)((int64_t)batch.tokens * thread / threads),
-                                       (int)((int64_t)batch.tokens * (thread + 1) / threads));
-    Attention<Engine> attention(batch, call, batch.scratch + batch.scratch_stride * thread);
+    const Range tokens(batch.tokens);
+    write_kv<typename Engine::Storage>(batch, call, tokens.first, tokens.last);
 #pragma omp barrier
-#pragma omp for schedule(dynamic, 1)
-    for (int i = 0; i < batch.num_items; i++) attention.run(batch.items[i]);
-    Engine::end();
+    attention_in_team<Engine>(batch, call);
   }
 }
 

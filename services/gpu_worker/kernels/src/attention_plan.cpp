@@ -219,3 +219,8 @@ RF_EXPORT int rf_plan_make(void* handle, const int32_t* qo_indptr, const int32_t
 RF_EXPORT void rf_attention(int isa, void* plan, const LayerCall* call) {
   kernels_of(isa).attention(((Plan*)plan)->batch, *call);
 }
+
+// 0, or -1 without memory. The plan must be of the same step, heads and cache shape.
+RF_EXPORT int rf_decoder(int isa, void* plan, const DecoderCall* call) {
+  return kernels_of(isa).decoder(*call, ((Plan*)plan)->batch) ? 0 : -1;
+}

@@ -106,9 +106,32 @@ struct GateCall {  // out = silu(x[:, :size]) * x[:, size:]
   int32_t rows, size, dtype, threads;
 };
 
+// One decoder layer's weights (products packed), and its part of the cache.
+struct DecoderLayer {
+  const void *input_norm, *mlp_norm, *qk_norm;  // qk_norm [q_heads + kv_heads][head_dim], or null
+  const void *qkv, *output, *gate_up, *down;
+  const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;  // in panel order, or null
+  void* cache;
+  float scale, soft_cap;
+  int32_t window, rope;
+};
+
+// All layers of one step: x [tokens][hidden] becomes the last layer's output. Of the last layer only the rows `keep`
+// pass its feed-forward; they go to `out` [num_keep][hidden].
+struct DecoderCall {
+  const DecoderLayer* layers;
+  void *x, *out;
+  const float *cos, *sin;  // [tokens][head_dim / 2]
+  const int64_t* keep;
+  int64_t table_stride;
+  float eps;
+  int32_t num_layers, num_keep, tokens, hidden, intermediate, q_heads, kv_heads, head_dim, dtype, threads;
+};
+
 struct Kernels {
   void (*attention)(Batch&, const LayerCall&);
   bool (*linear)(const LinearCall&);  // false without memory
+  bool (*decoder)(const DecoderCall&, Batch&);  // false without memory
   void (*norm)(const NormCall&);
   void (*rope)(const RopeCall&);
   void (*gate)(const GateCall&);

@@ -177,36 +177,51 @@ void run_panels(const LinearCall& c, const char* prepared, int panel, int panels
 
 constexpr int kChunkPanels = 4;  // at most; many rows take a pair, which then stays in the nearest cache
 
-// Few rows are prepared by every thread for itself, which costs less than waiting for each other.
+// Memory of one product: per thread for values and a normed row, then the prepared rows. Few rows are prepared by every
+// thread for itself, which costs less than waiting for each other.
+template <class Product>
+struct LinearScratch {
+  size_t values, own, rows;
+  bool shared;
+  explicit LinearScratch(const LinearCall& c)
+      : values(32 * kChunkPanels * kPanel * 4),
+        own(padded(values + c.inputs * 4, 4096)),
+        rows((Product::prepared_bytes(c) + 4095) / 4096 * 4096),
+        shared(c.rows > kSharedRows) {}
+  size_t bytes(int threads) const { return own * threads + rows * (shared ? 1 : threads); }
+};
+
+// To be called by all threads of a parallel region; returns when all outputs are written.
+template <class Product>
+void linear_in_team(const LinearCall& c, char* scratch) {
+  const LinearScratch<Product> memory(c);
+  const int panels = panels_of(c.outputs, c.gated), per = memory.shared ? 2 : kChunkPanels;
+  const int chunks = (panels + per - 1) / per, thread = thread_number(), threads = thread_count();
+  float* values = (float*)(scratch + memory.own * thread);
+  auto* normed = (typename Product::Storage*)((char*)values + memory.values);
+  char* prepared = scratch + memory.own * c.threads + (memory.shared ? 0 : memory.rows * thread);
+  const int first = memory.shared ? (int)((int64_t)c.rows * thread / threads) : 0;
+  const int last = memory.shared ? (int)((int64_t)c.rows * (thread + 1) / threads) : c.rows;
+  Product::begin();
+  if (!memory.shared || thread == 0) Product::clear_tail(c, prepared);
+  prepare_rows<Product>(c, first, last, prepared, normed);
+  if (memory.shared) {
+#pragma omp barrier
+  }
+#pragma omp for schedule(dynamic, 1)
+  for (int i = 0; i < chunks; i++) {
+    const int panel = i * per;
+    run_panels<Product>(c, prepared, panel, panels - panel < per ? panels - panel : per, values);
+  }
+  Product::end();
+}
+
 template <class Product>
 bool linear(const LinearCall& c) {
-  const bool shared = c.rows > kSharedRows;
-  const int panels = panels_of(c.outputs, c.gated), per = shared ? 2 : kChunkPanels, chunks = (panels + per - 1) / per;
-  const size_t rows_bytes = (Product::prepared_bytes(c) + 4095) / 4096 * 4096;
-  const size_t value_bytes = 32 * kChunkPanels * kPanel * 4, own = padded(value_bytes + c.inputs * 4, 4096);
-  char* const scratch = (char*)thread_scratch(own * c.threads + rows_bytes * (shared ? 1 : c.threads));
+  char* scratch = (char*)thread_scratch(LinearScratch<Product>(c).bytes(c.threads));
   if (!scratch) return false;
 #pragma omp parallel num_threads(c.threads)
-  {
-    const int thread = thread_number(), threads = thread_count();
-    float* values = (float*)(scratch + own * thread);
-    auto* normed = (typename Product::Storage*)((char*)values + value_bytes);
-    char* prepared = scratch + own * c.threads + (shared ? 0 : rows_bytes * thread);
-    const int first = shared ? (int)((int64_t)c.rows * thread / threads) : 0;
-    const int last = shared ? (int)((int64_t)c.rows * (thread + 1) / threads) : c.rows;
-    Product::begin();
-    if (!shared || thread == 0) Product::clear_tail(c, prepared);
-    prepare_rows<Product>(c, first, last, prepared, normed);
-    if (shared) {
-#pragma omp barrier
-    }
-#pragma omp for schedule(dynamic, 1)
-    for (int i = 0; i < chunks; i++) {
-      const int panel = i * per;
-      run_panels<Product>(c, prepared, panel, panels - panel < per ? panels - panel : per, values);
-    }
-    Product::end();
-  }
+  linear_in_team<Product>(c, scratch);
   return true;
 }
 

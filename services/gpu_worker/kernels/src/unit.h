@@ -1,9 +1,8 @@
 // One instruction-set unit: every kernel compiled for one kind of processor, behind one table.
 #pragma once
 
-#include "attention.h"
+#include "decoder.h"
 #include "engine_vector.h"
-#include "linear.h"
 #if defined(RF_AMX)
 #include "engine_amx.h"
 #include "linear_amx.h"
@@ -31,6 +30,10 @@ void run_attention(Batch& batch, const LayerCall& call) {
 bool run_linear(const LinearCall& c) {
   return c.dtype == kBfloat16 ? linear<Bf16Linear>(c) : linear<VectorLinear<FloatForm>>(c);
 }
+bool run_decoder(const DecoderCall& c, Batch& batch) {
+  if (c.dtype == kBfloat16) return decoder<Bf16Linear, Bf16Engine>(c, batch);
+  return decoder<VectorLinear<FloatForm>, VectorEngine<float>>(c, batch);
+}
 void run_norm(const NormCall& c) { c.dtype == kBfloat16 ? norm_rows<bf16>(c) : norm_rows<float>(c); }
 void run_rope(const RopeCall& c) { c.dtype == kBfloat16 ? rotate_rows<bf16>(c) : rotate_rows<float>(c); }
 void run_gate(const GateCall& c) { c.dtype == kBfloat16 ? gate_rows<bf16>(c) : gate_rows<float>(c); }
@@ -40,4 +43,5 @@ void run_gate(const GateCall& c) { c.dtype == kBfloat16 ? gate_rows<bf16>(c) : g
 
 #define RF_UNIT(name)                                                                          \
   const radixfleet::Kernels radixfleet::name = {radixfleet::run_attention, radixfleet::run_linear, \
-                                                radixfleet::run_norm, radixfleet::run_rope, radixfleet::run_gate};
+                                                radixfleet::run_decoder, radixfleet::run_norm, \
+                                                radixfleet::run_rope, radixfleet::run_gate};
