@@ -5,8 +5,9 @@
                   out of reach                  tried one     completion fits
                                                 by one
 
-`path` is a completion from the present state; `step` bounds what one token can add to it. Leaves the search
-itself to `completion` and sizes of schemas to `schema_size`.
+`path` is a completion from a state not long ago; `step` bounds what one token can add to it. A new path is looked
+for only where the old one and the tokens since then could be too much. Leaves the search itself to `completion`
+and sizes of schemas to `schema_size`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class BudgetGuard:
         self._ending = ending
         self._order = order
         self._path: list[int] = list(ending.shortest)
-        self._unchecked = 0  # tokens the path was not followed through
+        self._loud = 0  # tokens since the path was right that may have added a step each
+        self._quiet = False  # and others, that stay in one text and add next to nothing
         self._after: dict[int, list[int]] = {}  # the path that each token of the last mask was kept for
         self.lost = False
 
@@ -53,29 +55,37 @@ class BudgetGuard:
 
     def fork(self) -> BudgetGuard:
         copy = BudgetGuard(self._ending, self._order)
-        copy._path, copy._unchecked, copy.lost = list(self._path), self._unchecked, self.lost
-        copy._after = dict(self._after)
+        copy._path, copy._after = list(self._path), dict(self._after)
+        copy._loud, copy._quiet, copy.lost = self._loud, self._quiet, self.lost
         return copy
 
-    def follow(self, ids: Sequence[int]) -> None:
-        """The matcher took these tokens."""
+    def follow(self, ids: Sequence[int], *, forced: bool = False) -> None:
+        """The matcher took these tokens; `forced` ones every completion begins with."""
         count = len(ids)
         known = self._after.get(ids[0]) if count == 1 else None
         if known is not None:
             self._path = known
-        elif not self._unchecked and list(ids) == self._path[:count]:
+        elif not self._stale and list(ids) == self._path[:count]:
             del self._path[:count]
+        elif forced:
+            self._quiet = True
         else:
-            self._unchecked += count
+            quiet = sum(self._order.quiet[token] for token in ids) if self._ending.plain_is_harmless else 0
+            self._loud += count - quiet
+            self._quiet |= quiet > 0
         self._after = {}
+
+    @property
+    def _stale(self) -> bool:
+        return self._quiet or self._loud > 0
 
     def restrict(self, matcher: Matcher, budget: int, row: MaskRow) -> None:
         """Take from `row` what would not leave room for an end; `budget` counts the token to be sampled."""
         step = self._ending.step
-        reach = len(self._path) + (self._unchecked + 1) * step
+        reach = len(self._path) + (self._loud + 1) * step + self._quiet * _MARGIN
         if self.lost or budget > reach or matcher.is_stopped:
             return
-        if self._unchecked and not self._repair(matcher, budget):
+        if self._stale and not self._repair(matcher, budget):
             return
         if budget - 1 >= len(self._path) + step:
             return
@@ -86,15 +96,17 @@ class BudgetGuard:
 
     def _repair(self, matcher: Matcher, budget: int) -> bool:
         """A path from the present state: an end of the old one where it still leads to an end, or a new one."""
-        path = self._shortest_end(matcher, (), len(self._path), self._unchecked + _CUTS)
-        if path is None or len(path) > budget:
-            new = Search(self._order, _REPAIR).shortest(matcher, budget + self._ending.step, discrepancies=1)
-            path = path if new is None else new
+        path = self._shortest_end(matcher, (), len(self._path), len(self._path))
+        for discrepancies in (0, 1):
+            if path is None or len(path) > budget - 1:
+                most = budget + self._ending.step
+                new = Search(self._order, _REPAIR).shortest(matcher, most, discrepancies)
+                path = path if new is None else new
         if path is None:
             self.lost = True
             return False
         self._path = path
-        self._unchecked = 0
+        self._loud, self._quiet = 0, False
         return True
 
     def _safe(self, matcher: Matcher, budget: int, row: MaskRow) -> list[int]:

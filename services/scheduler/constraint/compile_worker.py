@@ -100,7 +100,10 @@ class Worker:
         if matcher.error:
             raise explain_error(job.kind, grammar, matcher.error)
         trial = matcher.fork()
-        if not trial.fill_mask(self._row):
+        filled = trial.fill_mask(self._row)
+        if trial.error.startswith("NoExtension"):
+            raise BadSource("no text satisfies it")
+        if not filled:
             raise BadSource(f"the grammar is too complex: {first_line(trial.error)}")
         if trial.is_stopped and trial.is_complete:
             raise BadSource("nothing but the empty text is allowed")

@@ -212,7 +212,9 @@ def _key(constraint: Constraint, text: str) -> bytes:
 def _load(model_path: str) -> tuple[Vocabulary, TokenOrder]:
     vocabulary = Vocabulary.load(model_path)
     order = TokenOrder(vocabulary)
-    assert order.plain.size == vocabulary.words  # computed here, not at the first mask that needs it
+    # computed here, not at the first mask that needs them
+    assert order.plain.size == vocabulary.words
+    assert len(order.quiet) == vocabulary.size
     return vocabulary, order
 
 

@@ -27,7 +27,8 @@ _ATOMS = (b'""', b"0", b"[]", b"{}", b"null", b"true")
 _WIDTH = 10  # choices looked at in one state
 _LONG = 512
 _DIVE = 96  # states in which the first path must find an end
-_PLAIN_FORBIDDEN = frozenset(range(0x20)) | frozenset(b'"\\\x7f')
+_NOT_PLAIN = frozenset(range(0x20)) | frozenset(b'"\\\x7f')
+_NOT_QUIET = _NOT_PLAIN | frozenset(b"[]{},:")
 
 
 class TokenOrder:
@@ -68,8 +69,13 @@ class TokenOrder:
         """A mask row of the tokens that can stand inside a JSON string and leave it open."""
         row = np.zeros(self.vocabulary.words * WORD_BITS, np.uint8)
         for token, text in enumerate(self.vocabulary.all_bytes):
-            row[token] = bool(text) and not any(byte in _PLAIN_FORBIDDEN for byte in text)
+            row[token] = bool(text) and _NOT_PLAIN.isdisjoint(text)
         return np.packbits(row, bitorder="little").view(np.uint32)
+
+    @cached_property
+    def quiet(self) -> bytes:
+        """One byte per id, 1 where the token can neither open nor separate anything in JSON."""
+        return bytes(bool(text) and _NOT_QUIET.isdisjoint(text) for text in self.vocabulary.all_bytes)
 
     def candidates(self, row: MaskRow) -> list[int]:
         """Up to a handful of allowed tokens, the most promising first."""

@@ -12,7 +12,7 @@ from services.scheduler.constraint.matcher import Matcher
 from services.scheduler.constraint.state import ConstraintState
 
 _LEAST_BYTES = 1 << 20
-_GROWTH = 4
+_GROWTH = 2
 """A grammar's lexer grows while masks are filled: what the masks of the search took is a sample of it."""
 
 

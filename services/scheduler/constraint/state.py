@@ -17,7 +17,7 @@ ALL_ALLOWED = -1  # int32 with every bit set
 class ConstraintState:
     """With `thinking_end` >= 0 everything is allowed until that token; the grammar begins after it."""
 
-    __slots__ = ("_guard", "_jump_forward", "_matcher", "_thinking_end")
+    __slots__ = ("_forced", "_guard", "_jump_forward", "_matcher", "_thinking_end")
 
     def __init__(
         self,
@@ -31,6 +31,7 @@ class ConstraintState:
         self._guard = guard
         self._jump_forward = jump_forward
         self._thinking_end = thinking_end
+        self._forced: tuple[int, ...] = ()  # of the last mask
 
     @property
     def begun(self) -> bool:
@@ -61,7 +62,7 @@ class ConstraintState:
         if not ids:
             return True
         if self._guard is not None:
-            self._guard.follow(ids)
+            self._guard.follow(ids, forced=tuple(ids) == self._forced)
         return self._matcher.advance(ids)
 
     def fill(self, row: MaskRow, budget: int) -> tuple[int, ...]:
@@ -73,9 +74,10 @@ class ConstraintState:
             self._fill_thinking(row, budget)
             return ()
         forced = self._matcher.forced_tokens()[: max(budget, 1)] if self._jump_forward else []
+        self._forced = tuple(forced)
         if forced:
             only(row, forced[0])
-            return tuple(forced)
+            return self._forced
         if self._matcher.fill_mask(row) and self._guard is not None:
             self._guard.restrict(self._matcher, budget, row)
         return ()

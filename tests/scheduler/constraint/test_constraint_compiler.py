@@ -20,6 +20,8 @@ from services.scheduler.constraint.errors import CompilerBusy, ConstraintError
 from services.scheduler.constraint.grammar import GrammarCache
 from services.scheduler.constraint.limits import Limits
 from services.scheduler.constraint.masks import MaskFiller, RowJob
+from services.scheduler.constraint.process import CompileProcess, ProcessGone
+from services.scheduler.constraint.protocol import CompileJob
 from shared.messages.request import Constraint
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -123,25 +125,43 @@ async def test_a_killed_process_costs_one_request_and_is_replaced(compiler: Comp
 
 
 async def test_time_is_bounded_and_others_do_not_wait_for_it() -> None:
-    compiler = await Compiler.start(str(resolve(None)), Limits(compile_seconds=1.0), processes=2)
+    limits = Limits(compile_seconds=4.0, source_bytes=4 << 20)
+    compiler = await Compiler.start(str(resolve(None)), limits, processes=2)
     await compiler.compile(SMALL)
-    hostile = "start: " + " | ".join(f'a "{i}" b' for i in range(11_000)) + '\na: "x" a |\nb: a a a\n'
-    slow = asyncio.create_task(compiler.compile(Constraint("lark", "// 1\n" + hostile)))
-    await _busy_process(compiler)
+    endless = "start: " + " | ".join(f'a "{i}"' for i in range(100_000)) + '\na: "x"'
+    slow = asyncio.create_task(compiler.compile(Constraint("lark", endless)))
+    killed = await _busy_process(compiler)
     quick = await compiler.compile(Constraint("regex", "[a-f]+"))
     assert quick.minimum == 1
-    with pytest.raises(ConstraintError):
+    assert not slow.done()
+    with pytest.raises(ConstraintError, match="takes more than 4 seconds"):
         await slow
+    assert not killed.alive
     assert (await compiler.compile(Constraint("regex", "[a-e]+"))).minimum == 1
+    with pytest.raises(ConstraintError, match="takes more than 4 seconds"):
+        await compiler.compile(Constraint("lark", endless))
+    assert compiler.stats.killed == 1
     await compiler.close()
 
 
 async def test_memory_is_bounded() -> None:
-    compiler = await Compiler.start(str(resolve(None)), Limits(compile_memory=48 << 20, compile_seconds=60))
+    compiler = await Compiler.start(str(resolve(None)), Limits(compile_memory=2 << 20, compile_seconds=60))
     with pytest.raises(ConstraintError, match="memory"):
-        await compiler.compile(Constraint("json_schema", json.dumps({"enum": [f"{i:09}" for i in range(18_000)]})))
+        await compiler.compile(Constraint("lark", SLOW))
     assert (await compiler.compile(SMALL)).minimum is not None
     await compiler.close()
+
+
+async def test_a_process_ends_with_its_parent_even_in_the_middle_of_a_job() -> None:
+    process = await CompileProcess.start(str(resolve(None)), Limits())
+    job = asyncio.create_task(process.ask(CompileJob("lark", SLOW, False, False), 60.0))
+    while not process.jobs:
+        await asyncio.sleep(0)
+    assert process._inner.stdin is not None
+    process._inner.stdin.close()
+    with pytest.raises(ProcessGone):
+        await job
+    assert process._inner.returncode == 0
 
 
 async def test_who_goes_away_leaves_the_others_waiting(compiler: Compiler) -> None:
