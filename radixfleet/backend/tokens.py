@@ -1,0 +1,115 @@
+"""Token ids of prompts and the text of ids, asked from the server's /tokenize and /detokenize.
+
+Ids a model has seen or generated stand as they are; only text beside them is tokenised, each run of it as a whole,
+and remembered. Leaves what is done with the ids to the endpoint.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import groupby
+
+from radixfleet.backend.base import IdsPart, Part, Prompt, TextPart
+from radixfleet.backend.http import HttpServer
+
+Ids = tuple[int, ...]
+_REMEMBERED = 4096
+_LONGEST_REMEMBERED = 8192
+_BROKEN = "�"  # how a tokenizer shows bytes that are no character yet
+
+
+class Tokens:
+    """Thread-safe. Raises BackendError where the server refuses."""
+
+    def __init__(self, http: HttpServer) -> None:
+        self._http = http
+        self._memo: OrderedDict[tuple[str, bool, bool], Ids] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of_prompt(self, prompt: Prompt) -> Ids:
+        """Ids of all parts. Only text that opens a prompt without a template gets the model's own first token."""
+        ids: list[int] = []
+        for is_text, group in groupby(prompt.parts, lambda part: isinstance(part, TextPart)):
+            if is_text:
+                run = [part for part in group if isinstance(part, TextPart) and part.text]
+                ids += self._of_run(run, opening=not ids and not prompt.templated)
+            else:
+                ids += [token for part in group if isinstance(part, IdsPart) for token in part.ids]
+        return tuple(ids)
+
+    def of_texts(self, texts: Sequence[str], *, special: bool = True, opening: bool = False) -> list[Ids]:
+        """Ids of several texts in at most one request. `special`: texts of special tokens become those tokens."""
+        keys = [(text, special, opening) for text in texts]
+        with self._lock:
+            known = {key: self._memo[key] for key in keys if key in self._memo}
+        missing = [text for text in dict.fromkeys(texts) if (text, special, opening) not in known]
+        if missing:
+            body = {"prompt": missing, "add_special_tokens": opening, "parse_special": special}
+            for text, ids in zip(missing, self._http.post("/tokenize", body)["tokens"], strict=True):
+                known[text, special, opening] = tuple(ids)
+            self._remember(known)
+        return [known[key] for key in keys]
+
+    def text_of(self, lists: Sequence[Sequence[int]]) -> list[str]:
+        answer = self._http.post("/detokenize", {"tokens": [list(ids) for ids in lists]})
+        return [str(text) for text in answer["text"]]
+
+    def cut(self, ids: Ids, text: str, stop: str) -> tuple[Ids, str]:
+        """The most ids that hold nothing beyond `text`, which a stop string ended, and the text they lack.
+
+        A stop string can end in the middle of a token; that token was never part of the text, so what remains of
+        its letters is text again.
+        """
+        window = min(len(ids), len(stop.encode()) + 4)
+        for first in dict.fromkeys((len(ids) - window, 0)):
+            ends = range(len(ids), first - 1, -1)
+            shown = dict(zip(ends, self.text_of([ids[:end] for end in ends if end]), strict=False))
+            for end in ends:
+                part = shown.get(end, "")
+                if text.startswith(" ") and part and not part.startswith(" "):
+                    part = " " + part  # decoders of some models drop the first blank
+                if text.startswith(part) and not part.endswith(_BROKEN):
+                    return ids[:end], text[len(part) :]
+        return (), text
+
+    def clip(self, text: str, max_tokens: int) -> str:
+        """The first tokens of a text, without a character cut in two."""
+        [ids] = self.of_texts([text], special=False)
+        if len(ids) <= max_tokens:
+            return text
+        [short] = self.text_of([ids[:max_tokens]]) if max_tokens else [""]
+        return short.rstrip(_BROKEN)
+
+    def _of_run(self, run: list[TextPart], opening: bool) -> Ids:
+        """Neighbouring texts, tokenised as one unless a literal part holds the text of a special token."""
+        if not run:
+            return ()
+        whole = "".join(part.text for part in run)
+        literals = [part.text for part in run if part.literal]
+        if not literals:
+            return self.of_texts([whole], opening=opening)[0]
+        ids, *read = self.of_texts([whole, *literals], opening=opening)
+        if read == self.of_texts(literals, special=False, opening=opening):
+            return ids
+        pieces = [self.of_texts([part.text], special=not part.literal)[0] for part in merged(run)]
+        return tuple(token for piece in pieces for token in piece)
+
+    def _remember(self, found: dict[tuple[str, bool, bool], Ids]) -> None:
+        with self._lock:
+            for key, ids in found.items():
+                if len(key[0]) <= _LONGEST_REMEMBERED:
+                    self._memo[key] = ids
+                    self._memo.move_to_end(key)
+            while len(self._memo) > _REMEMBERED:
+                self._memo.popitem(last=False)
+
+
+def merged(parts: Sequence[Part]) -> list[TextPart]:
+    """Neighbouring texts of the same kind as one."""
+    texts = [part for part in parts if isinstance(part, TextPart)]
+    return [
+        TextPart("".join(part.text for part in group), literal)
+        for literal, group in groupby(texts, lambda part: part.literal)
+    ]

@@ -1,0 +1,131 @@
+"""API calls in the middle of a program: made from this process, only to hosts its author allowed.
+
+    allow_api_hosts("api.weather.com")                 https and http, each at its own port
+    allow_api_hosts("127.0.0.1:8080", timeout=2.0)     this port only
+
+Answers are bounded in time and size, and redirects are not followed. Leaves where the text goes to evaluate.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from radixfleet.lang.errors import ApiCallError
+from radixfleet.lang.ir import ApiCall, Expr
+
+DEFAULT_TIMEOUT_S = 10.0
+DEFAULT_MAX_BYTES = 64 * 1024
+_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """One entry of the allow-list. `port` None: the scheme's own."""
+
+    host: str
+    port: int | None
+    timeout: float
+    max_bytes: int
+
+
+_allowed: dict[tuple[str, int | None], Allowed] = {}
+_lock = threading.Lock()
+
+
+def allow_api_hosts(*hosts: str, timeout: float = DEFAULT_TIMEOUT_S, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+    """Let programs of this process call these hosts (`name` or `name:port`).
+
+    `timeout`: seconds for a whole call; `max_bytes`: the longest answer. Both can be set for a single gen(), too.
+    Raises ValueError for what is no host.
+    """
+    for host in hosts:
+        url = httpx.URL(f"//{host}")
+        if not url.host or url.path not in ("", "/") or "://" in host:
+            raise ValueError(f"not a host: {host!r}; write it like 'api.example.com' or '127.0.0.1:8080'")
+        with _lock:
+            _allowed[url.host, url.port] = Allowed(url.host, url.port, timeout, max_bytes)
+
+
+def forbid_api_hosts(*hosts: str) -> None:
+    """Take hosts off the allow-list; without arguments all of them."""
+    with _lock:
+        for key in (
+            list(_allowed) if not hosts else [(httpx.URL(f"//{h}").host, httpx.URL(f"//{h}").port) for h in hosts]
+        ):
+            _allowed.pop(key, None)
+
+
+def perform(call: ApiCall, resolve: Callable[[Any], str]) -> str:
+    """The answer as text. `resolve` gives the text of a value that may mention expressions. Raises ApiCallError."""
+    params = {name: _plain(value, resolve) for name, value in call.params.items()}
+    if callable(call.target):
+        return answer_text(call.target(**params))
+    headers = {name: resolve(value) for name, value in call.headers.items()}
+    return _fetch(call, resolve(call.target), params, headers)
+
+
+def answer_text(value: Any) -> str:
+    """What a Python function returned, as a model reads it: text as it is, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _plain(value: Any, resolve: Callable[[Any], str]) -> Any:
+    return resolve(value) if isinstance(value, str | Expr) else value
+
+
+def _fetch(call: ApiCall, address: str, params: dict[str, Any], headers: dict[str, str]) -> str:
+    who = f"gen({call.name!r})"
+    url = httpx.URL(address)
+    entry = _entry(who, url)
+    timeout = call.timeout if call.timeout is not None else entry.timeout
+    limit = call.max_bytes if call.max_bytes is not None else entry.max_bytes
+    deadline = time.monotonic() + timeout
+    try:
+        with (
+            httpx.Client(timeout=timeout, follow_redirects=False) as client,
+            client.stream("GET", url.copy_merge_params(params), headers=headers) as response,
+        ):
+            body = _bounded(who, url, response, deadline, limit)
+    except httpx.TimeoutException as error:
+        raise ApiCallError(f"{who}: {url.host} did not answer within {timeout:g} s") from error
+    except httpx.HTTPError as error:
+        raise ApiCallError(f"{who}: the call to {url.host} failed: {error or type(error).__name__}") from error
+    text = body.decode(response.encoding or "utf-8", "replace")
+    if response.status_code >= 300:
+        raise ApiCallError(f"{who}: {url.host} answered with status {response.status_code}: {text[:300]}")
+    return text
+
+
+def _bounded(who: str, url: httpx.URL, response: httpx.Response, deadline: float, limit: int) -> bytes:
+    body = bytearray()
+    for piece in response.iter_bytes():
+        body += piece
+        if len(body) > limit:
+            raise ApiCallError(f"{who}: the answer of {url.host} is longer than {limit} bytes")
+        if time.monotonic() > deadline:
+            raise ApiCallError(f"{who}: {url.host} did not finish its answer in time")
+    return bytes(body)
+
+
+def _entry(who: str, url: httpx.URL) -> Allowed:
+    if url.scheme not in _PORTS or not url.host:
+        raise ApiCallError(f"{who}: api_url must be an http or https address, not {str(url)!r}")
+    port = url.port or _PORTS[url.scheme]
+    with _lock:
+        found = _allowed.get((url.host, port))
+        if found is None and port == _PORTS[url.scheme]:
+            found = _allowed.get((url.host, None))
+    if found is None:
+        name = url.host if port == _PORTS[url.scheme] else f"{url.host}:{port}"
+        raise ApiCallError(
+            f"{who} wants to call {name}, which is not on the allow-list of API hosts. "
+            f"To allow it: radixfleet.allow_api_hosts({name!r})"
+        )
+    return found

@@ -1,0 +1,186 @@
+"""`@function`: a Python function over a state, and the ways to run it.
+
+Leaves one run's execution to execution, many of them to batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, overload
+
+from radixfleet.backend.sampling import Sampling, bias_items, texts
+from radixfleet.lang import batch, execution
+from radixfleet.lang.defaults import backend_or_default
+from radixfleet.lang.execution import Settings
+from radixfleet.lang.optimizations import Optimizations
+from radixfleet.lang.state import ProgramState
+
+Function = Callable[..., Any]
+
+
+class Program:
+    """A function whose first parameter is `s`. Calling it runs it; inside another program, give that one's state."""
+
+    def __init__(self, function: Function, bound: Mapping[str, Any] | None = None) -> None:
+        names = list(inspect.signature(function).parameters)
+        if not names or names[0] != "s":
+            raise TypeError(f"the first parameter of {function.__name__} must be s, the program's state")
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.arg_names = names[1:]
+        self.bound = dict(bound or {})
+
+    def bind(self, **arguments: Any) -> Program:
+        """The same program with some arguments given already."""
+        return Program(self.function, {**self.bound, **arguments})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], ProgramState):
+            return self.function(*args, **{**self.bound, **kwargs})
+        return self.run(*args, **kwargs)
+
+    def run(
+        self,
+        *args: Any,
+        max_new_tokens: int = 128,
+        n: int = 1,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        stop_regex: str | Sequence[str] | None = None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        min_p: float = 0.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        ignore_eos: bool = False,
+        return_logprob: bool | None = None,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int | None = None,
+        return_text_in_logprobs: bool | None = None,
+        stream: bool = False,
+        backend: Any = None,
+        use_thread: bool = True,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        logit_bias: Mapping[Any, float] | None = None,
+        optimize: Optimizations | bool | None = None,
+        **kwargs: Any,
+    ) -> ProgramState:
+        """Run the program and return its state. Raises whatever goes wrong in it.
+
+        Sampling wishes hold wherever a gen() has none of its own. Arguments that are no parameters of the function
+        become the values of the gen()s with their names. With `stream` the state comes back at once, for text_iter.
+        `optimize=False` switches every optimisation off.
+        """
+        sampling = _sampling(locals())
+        settings = Settings(backend_or_default(backend), sampling, stream, not use_thread, optimizations(optimize))
+        return execution.run(self, settings, args, kwargs)
+
+    async def run_async(self, *args: Any, **kwargs: Any) -> ProgramState:
+        """run() for an event loop: awaits the finished state. Cancelling it ends the program."""
+        settings, arguments = self._split_settings(kwargs)
+        return await execution.run_async(self, settings, args, arguments)
+
+    def run_batch(
+        self,
+        batch_kwargs: Sequence[Mapping[str, Any] | Sequence[Any]],
+        *,
+        max_new_tokens: int = 128,
+        n: int = 1,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        stop_regex: str | Sequence[str] | None = None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        min_p: float = 0.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        ignore_eos: bool = False,
+        return_logprob: bool | None = None,
+        logprob_start_len: int | None = None,
+        top_logprobs_num: int | None = None,
+        return_text_in_logprobs: bool | None = None,
+        backend: Any = None,
+        num_threads: int | Literal["auto"] = "auto",
+        progress_bar: bool = False,
+        generator_style: bool = False,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        logit_bias: Mapping[Any, float] | None = None,
+        optimize: Optimizations | bool | None = None,
+        on_error: Literal["raise", "keep"] = "raise",
+    ) -> Any:
+        """Run the program for each item (a mapping of arguments, or a tuple of them); states in the same order.
+
+        All items finish. Then BatchError tells of those that failed; with `on_error="keep"` their states raise when
+        read. `generator_style` yields states as soon as they and all before them are done.
+        """
+        sampling = _sampling(locals())
+        settings = Settings(backend_or_default(backend), sampling, options=optimizations(optimize))
+        items = batch.arguments_of(self, batch_kwargs)
+        states = batch.run(self, settings, items, num_threads, progress_bar=progress_bar, keep=on_error == "keep")
+        return states if generator_style else list(states)
+
+    def _split_settings(self, kwargs: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
+        """run()'s own keywords, its defaults applied, and the program's arguments."""
+        signature = inspect.signature(Program.run)
+        own = {
+            name: kwargs.get(name, parameter.default)
+            for name, parameter in signature.parameters.items()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+        if own["stream"]:
+            raise ValueError("run_async() returns finished states; for text as it comes use run(stream=True)")
+        settings = Settings(
+            backend_or_default(own["backend"]),
+            _sampling(own),
+            inline=not own["use_thread"],
+            options=optimizations(own["optimize"]),
+        )
+        return settings, {name: value for name, value in kwargs.items() if name not in own}
+
+
+@overload
+def function(func: Function, num_api_spec_tokens: int | None = None) -> Program: ...
+@overload
+def function(func: None = None, num_api_spec_tokens: int | None = None) -> Callable[[Function], Program]: ...
+def function(func: Function | None = None, num_api_spec_tokens: int | None = None) -> Any:
+    """Make a program of a function whose first parameter is `s`."""
+    if func is None:
+        return Program
+    return Program(func)
+
+
+def optimizations(wish: Optimizations | bool | None) -> Optimizations:
+    if isinstance(wish, Optimizations):
+        return wish
+    return Optimizations.none() if wish is False else Optimizations()
+
+
+def _sampling(said: Mapping[str, Any]) -> Sampling:
+    """The run's defaults for every generation."""
+    return Sampling(
+        max_new_tokens=said["max_new_tokens"],
+        n=said["n"],
+        stop=texts(said["stop"]),
+        stop_token_ids=None if said["stop_token_ids"] is None else tuple(said["stop_token_ids"]),
+        stop_regex=texts(said["stop_regex"]),
+        temperature=said["temperature"],
+        top_p=said["top_p"],
+        top_k=said["top_k"],
+        min_p=said["min_p"],
+        frequency_penalty=said["frequency_penalty"],
+        presence_penalty=said["presence_penalty"],
+        repetition_penalty=said["repetition_penalty"],
+        ignore_eos=said["ignore_eos"],
+        sampling_seed=said["seed"],
+        logit_bias=bias_items(said["logit_bias"]),
+        return_logprob=said["return_logprob"],
+        logprob_start_len=said["logprob_start_len"],
+        top_logprobs_num=said["top_logprobs_num"],
+        return_text_in_logprobs=said["return_text_in_logprobs"],
+    )

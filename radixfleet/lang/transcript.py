@@ -1,0 +1,96 @@
+"""What a program's state has said so far: parts for the model, turns of the conversation, text for the reader.
+
+    parts    ids(everything a request has covered) | text | ids generated in a joined fork | text
+    history  every piece since the start, so that a fork's share can be appended to its parent
+
+Knows no backend and no threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from radixfleet.backend.base import Answer, IdsPart, Message, Part, Prompt, TextPart
+
+
+class Transcript:
+    """Grows at its end only. Copies are cheap and independent."""
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+        self._history: list[Part] = []
+        self._templated = False
+        self._messages: list[Message] = []
+        self._content_from = 0
+        self.roles: list[str] = []  # of all turns begun
+        self.open_role: str | None = None
+
+    def copy(self) -> Transcript:
+        other = Transcript()
+        other.__dict__.update({name: list(v) if isinstance(v, list) else v for name, v in self.__dict__.items()})
+        return other
+
+    @property
+    def position(self) -> int:
+        """A place in the history, for `text` and `pieces`."""
+        return len(self._history)
+
+    def text(self, since: int = 0) -> str:
+        return "".join(part.text for part in self._history[since:])
+
+    def pieces(self, since: int) -> list[Part]:
+        return self._history[since:]
+
+    @property
+    def unsent(self) -> int:
+        """Characters at the end that no request has covered."""
+        return sum(len(part.text) for part in self._parts if isinstance(part, TextPart))
+
+    def prompt(self) -> Prompt:
+        messages = list(self._messages)
+        if self.open_role is not None:
+            messages.append(Message(self.open_role, self.text(self._content_from)))
+        return Prompt(tuple(self._parts), self._templated, tuple(messages), self.open_role)
+
+    def messages(self) -> list[dict[str, str]]:
+        """All turns, the open one included, as dictionaries."""
+        return [{"role": message.role, "content": message.content} for message in self.prompt().messages]
+
+    def append_text(self, text: str) -> None:
+        if text:
+            self._add(TextPart(text, literal=self.open_role is not None))
+
+    def append_pieces(self, pieces: Sequence[Part]) -> None:
+        for piece in pieces:
+            self._add(piece)
+
+    def append_answer(self, answer: Answer, text: str) -> None:
+        """The model's continuation of `prompt()`: its ids, and `text` for the reader."""
+        if answer.prompt_ids is None:
+            self.append_text(text)
+            return
+        kept = text.removesuffix(answer.rest) if answer.rest else text
+        piece = IdsPart(answer.ids, kept)
+        covered = "".join(part.text for part in self._parts)
+        self._history.append(piece)
+        self._parts = [IdsPart(answer.prompt_ids + answer.ids, covered + kept)]
+        self.append_text(answer.rest)
+
+    def begin_turn(self, role: str, template_text: str) -> None:
+        self._templated = self._templated or not self._history
+        if template_text:
+            self._add(TextPart(template_text))
+        self.roles.append(role)
+        self.open_role = role
+        self._content_from = self.position
+
+    def end_turn(self, template_text: str) -> None:
+        assert self.open_role is not None
+        self._messages.append(Message(self.open_role, self.text(self._content_from)))
+        self.open_role = None
+        if template_text:
+            self._add(TextPart(template_text))
+
+    def _add(self, part: Part) -> None:
+        self._parts.append(part)
+        self._history.append(part)

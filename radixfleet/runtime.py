@@ -1,0 +1,103 @@
+"""Runtime: a server for this program alone, started with it and always stopped.
+
+Leaves the process to local_server and the requests to the endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from radixfleet.backend.endpoint import DEFAULT_TIMEOUT_S, RuntimeEndpoint
+from radixfleet.engine_calls import generate, generate_async
+from radixfleet.local_server import LocalServer
+
+DEFAULT_READY_TIMEOUT_S = 600.0
+
+
+class Runtime:
+    """Starts `radixfleet serve` and waits until it is ready. Raises ServerFailed with its last lines.
+
+    Keywords are flags: `model_path="..."` is --model-path, `disable_radix_cache=True` a switch. Use it as a context
+    manager, or call shutdown(); at the latest it stops with this process.
+    """
+
+    def __init__(
+        self,
+        log_level: str = "error",
+        *,
+        ready_timeout: float = DEFAULT_READY_TIMEOUT_S,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        **server_args: Any,
+    ) -> None:
+        flags = flags_of({"log_level": log_level, **server_args})
+        self._server = LocalServer(*flags, ready_timeout=ready_timeout)
+        self._server.start()
+        self._stop = weakref.finalize(self, _stop, self._server)
+        self.url = self._server.url
+        self.generate_url = f"{self.url}/generate"
+        self.endpoint = RuntimeEndpoint(self.url, server_args.get("api_key"), timeout=timeout)
+
+    def shutdown(self) -> None:
+        """Stop the server. Does nothing the second time."""
+        self.endpoint.close()
+        self._stop()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def generate(
+        self, prompt: str | Sequence[str], sampling_params: dict[str, Any] | None = None, **fields: Any
+    ) -> Any:
+        """The answer of /generate (a list for a list of prompts). Raises BackendError."""
+        return generate(self.endpoint, prompt, sampling_params, fields)
+
+    async def async_generate(
+        self, prompt: str | Sequence[str], sampling_params: dict[str, Any] | None = None, **fields: Any
+    ) -> Any:
+        return await generate_async(self.endpoint, prompt, sampling_params, fields)
+
+    async def add_request(self, prompt: str, sampling_params: dict[str, Any] | None = None) -> AsyncIterator[str]:
+        """New text as it is generated."""
+        shown = 0
+        async for event in await generate_async(self.endpoint, prompt, sampling_params, {"stream": True}):
+            text = event["text"]
+            yield text[shown:]
+            shown = len(text)
+
+    def cache_prefix(self, prefix: str) -> None:
+        """Compute and cache a prefix."""
+        self.generate(prefix, {"max_new_tokens": 0})
+
+    def flush_cache(self) -> None:
+        self.endpoint.flush_cache()
+
+    def get_server_info(self) -> dict[str, Any]:
+        return self.endpoint.get_server_info()
+
+    async def get_server_info_async(self) -> dict[str, Any]:
+        return await asyncio.to_thread(self.get_server_info)
+
+
+def flags_of(server_args: dict[str, Any]) -> list[str]:
+    """Keywords as flags of `radixfleet serve`; None and False say nothing."""
+    flags: list[str] = []
+    for name, value in server_args.items():
+        if value is None or value is False:
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if value is not True:
+            flags.append(str(value))
+    return flags
+
+
+def _stop(server: LocalServer) -> None:
+    server.stop()
