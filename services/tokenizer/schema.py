@@ -73,6 +73,16 @@ class ChatBody(OpenAIFields, kw_only=True):
     parallel_tool_calls: bool | None = None
 
 
+class ChatTemplateBody(msgspec.Struct, kw_only=True):
+    """POST /apply_chat_template."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
 class CompletionBody(OpenAIFields, kw_only=True):
     """POST /v1/completions."""
 

@@ -80,13 +80,30 @@ class TextEngine:
         continue_final_message: bool = False,
     ) -> array[int]:
         """Ids of a rendered conversation. Raises ApiError with the template's own words where it refuses."""
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        return await self._with_template(self._encode_chat, messages, tools, dict(extra), limit, options)
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        extra: Mapping[str, Any],
+        limit: int,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Text of a rendered conversation. Raises as encode_chat does."""
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        messages = [with_reasoning_aliases(message) for message in messages]
+        return await self._with_template(self._render_chat, messages, tools, dict(extra), limit, options)
+
+    async def _with_template(self, work: Callable[..., R], *args: Any) -> R:
         if self._template is None:
             raise invalid("This model has no chat template; use /v1/completions or give one with --chat-template.")
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        work = self.run(self._encode_chat, messages, tools, dict(extra), limit, options)
         try:
             async with asyncio.timeout(RENDER_TIMEOUT_S):
-                return await work
+                return await self.run(work, *args)
         except TimeoutError:
             raise unavailable("Rendering the chat template took too long.") from None
 
@@ -102,21 +119,32 @@ class TextEngine:
         limit: int,
         options: dict[str, bool],
     ) -> array[int]:
-        assert self._template is not None
         messages = [with_reasoning_aliases(message) for message in messages]
         content = [messages, tools, extra]
         marks = self._marker.pick_marks(content) if self._marker.found_in(content) else None
         if marks is not None:
             messages, tools, extra = self._marker.mark(content, marks)
+        text = self._render_chat(messages, tools, extra, limit, options)
+        if marks is None:
+            return _encode(self._tokenizer, text, False)
+        return self._encode_pieces(self._marker.split(text, marks))
+
+    def _render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        extra: dict[str, Any],
+        limit: int,
+        options: dict[str, bool],
+    ) -> str:
+        assert self._template is not None
         max_chars = self._longest * limit + 4096
         try:
             text = self._template.render(messages, tools, extra, max_chars=max_chars, **options)
         except TemplateFailure as error:
             raise invalid(str(error), "messages") from error
         self._refuse_hopeless(text, limit, "messages")
-        if marks is None:
-            return _encode(self._tokenizer, text, False)
-        return self._encode_pieces(self._marker.split(text, marks))
+        return text
 
     def _encode_pieces(self, pieces: list[SpecialToken | str]) -> array[int]:
         ids = array("i")

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.tokenizer import body, messages, requests, sampling, validation
+from services.tokenizer import body, messages, requests, sampling, sse, validation
 from services.tokenizer.context import Context
 from services.tokenizer.errors import invalid
 from services.tokenizer.metrics import RequestTimer
@@ -23,7 +23,7 @@ from services.tokenizer.routes.openai_fields import (
     stream_options,
 )
 from services.tokenizer.sampling import Names, ScoreWishes
-from services.tokenizer.schema import REFUSED_OPENAI, ChatBody
+from services.tokenizer.schema import REFUSED_OPENAI, ChatBody, ChatTemplateBody
 from shared.messages.request import SamplingParams
 
 TEMPLATE_KWARGS_REFUSED = frozenset(
@@ -39,6 +39,15 @@ def router(context: Context) -> APIRouter:
         """Answer a conversation."""
         wishes, unknown = await body.read(request, context, ChatBody, REFUSED_OPENAI)
         return await _answer(context, wishes, unknown)
+
+    @routes.post("/apply_chat_template", openapi_extra=takes(ChatTemplateBody), tags=["native"])
+    async def apply_chat_template(request: Request) -> Response:
+        """The text that the model's chat template makes of a conversation."""
+        wishes, unknown = await body.read(request, context, ChatTemplateBody, {})
+        context.check_model(wishes.model)
+        conversation, kwargs, options = _template_input(wishes)
+        text = await context.text.render_chat(conversation, None, kwargs, context.limit, **options)
+        return Response(sse.json_bytes({"text": text}), headers=context.ignored(unknown), media_type="application/json")
 
     return routes
 
@@ -89,8 +98,16 @@ def _params(context: Context, wishes: ChatBody) -> SamplingParams:
 
 
 async def _encode(context: Context, wishes: ChatBody) -> Any:
-    conversation = messages.normalize(wishes.messages)
     tools = _tools(wishes)
+    conversation, kwargs, options = _template_input(wishes)
+    return await context.text.encode_chat(conversation, tools, kwargs, context.limit, **options)
+
+
+def _template_input(
+    wishes: ChatBody | ChatTemplateBody,
+) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, bool]]:
+    """Messages, the template's own arguments, and how the prompt ends."""
+    conversation = messages.normalize(wishes.messages)
     kwargs = wishes.chat_template_kwargs or {}
     for name in kwargs:
         if name in TEMPLATE_KWARGS_REFUSED:
@@ -101,14 +118,7 @@ async def _encode(context: Context, wishes: ChatBody) -> Any:
     if continued and wishes.add_generation_prompt:
         raise invalid("continue_final_message and add_generation_prompt exclude each other.", "continue_final_message")
     generation_prompt = not continued and wishes.add_generation_prompt is not False
-    return await context.text.encode_chat(
-        conversation,
-        tools,
-        kwargs,
-        context.limit,
-        add_generation_prompt=generation_prompt,
-        continue_final_message=continued,
-    )
+    return conversation, kwargs, {"add_generation_prompt": generation_prompt, "continue_final_message": continued}
 
 
 def _tools(wishes: ChatBody) -> list[dict[str, Any]] | None:
