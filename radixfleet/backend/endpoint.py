@@ -85,11 +85,8 @@ class RuntimeEndpoint:
         "Paris" make the token " Paris". All options are scored from the same position.
         """
         literal = prompt.open_role is not None
-        bare = self._tokens.of_prompt(prompt)
-        whole = [
-            self._tokens.of_prompt(replace(prompt, parts=(*prompt.parts, TextPart(option, literal))))
-            for option in options
-        ]
+        extended = [replace(prompt, parts=(*prompt.parts, TextPart(option, literal))) for option in options]
+        bare, *whole = self._tokens.of_prompts([prompt, *extended])
         start = _shared_length([bare, *whole])
         size = _MOST_OPTIONS_AT_ONCE if batched else 1
         answers: list[dict[str, Any]] = []

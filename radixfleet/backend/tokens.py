@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
-from radixfleet.backend.base import IdsPart, Part, Prompt, TextPart
+from radixfleet.backend.base import IdsPart, Prompt, TextPart
 from radixfleet.backend.http import HttpServer
 
 Ids = tuple[int, ...]
@@ -29,15 +30,19 @@ class Tokens:
         self._lock = threading.Lock()
 
     def of_prompt(self, prompt: Prompt) -> Ids:
-        """Ids of all parts. Only text that opens a prompt without a template gets the model's own first token."""
-        ids: list[int] = []
-        for is_text, group in groupby(prompt.parts, lambda part: isinstance(part, TextPart)):
-            if is_text:
-                run = [part for part in group if isinstance(part, TextPart) and part.text]
-                ids += self._of_run(run, opening=not ids and not prompt.templated)
-            else:
-                ids += [token for part in group if isinstance(part, IdsPart) for token in part.ids]
-        return tuple(ids)
+        return self.of_prompts([prompt])[0]
+
+    def of_prompts(self, prompts: Sequence[Prompt]) -> list[Ids]:
+        """Ids of all parts of each prompt, with few requests for all of them together.
+
+        Only text that opens a prompt without a template gets the model's own first token.
+        """
+        pieces = [_pieces(prompt) for prompt in prompts]
+        found = self._of_runs([piece for one in pieces for piece in one if isinstance(piece, _Run)])
+        return [
+            tuple(token for piece in one for token in (found[piece] if isinstance(piece, _Run) else piece.ids))
+            for one in pieces
+        ]
 
     def of_texts(self, texts: Sequence[str], *, special: bool = True, opening: bool = False) -> list[Ids]:
         """Ids of several texts in at most one request. `special`: texts of special tokens become those tokens."""
@@ -82,19 +87,27 @@ class Tokens:
         [short] = self.text_of([ids[:max_tokens]]) if max_tokens else [""]
         return short.rstrip(_BROKEN)
 
-    def _of_run(self, run: list[TextPart], opening: bool) -> Ids:
-        """Neighbouring texts, tokenised as one unless a literal part holds the text of a special token."""
-        if not run:
-            return ()
-        whole = "".join(part.text for part in run)
-        literals = [part.text for part in run if part.literal]
-        if not literals:
-            return self.of_texts([whole], opening=opening)[0]
-        ids, *read = self.of_texts([whole, *literals], opening=opening)
-        if read == self.of_texts(literals, special=False, opening=opening):
-            return ids
-        pieces = [self.of_texts([part.text], special=not part.literal)[0] for part in merged(run)]
-        return tuple(token for piece in pieces for token in piece)
+    def _of_runs(self, runs: Sequence[_Run]) -> dict[_Run, Ids]:
+        """Each run is tokenised as a whole unless a literal part of it holds the text of a special token."""
+        found: dict[_Run, Ids] = {}
+        for opening in {run.opening for run in runs}:
+            mine = list(dict.fromkeys(run for run in runs if run.opening is opening))
+            literals = list(dict.fromkeys(text for run in mine for text in run.literals))
+            ids = self.of_texts([*(run.whole for run in mine), *literals], opening=opening)
+            found |= dict(zip(mine, ids, strict=False))
+            plain = self.of_texts(literals, special=False, opening=opening)
+            special = {text for text, a, b in zip(literals, ids[len(mine) :], plain, strict=True) if a != b}
+            for run in mine:
+                if not special.isdisjoint(run.literals):
+                    found[run] = self._in_parts(run)
+        return found
+
+    def _in_parts(self, run: _Run) -> Ids:
+        ids: list[int] = []
+        for index, part in enumerate(run.parts):
+            opening = run.opening and index == 0
+            ids += self.of_texts([part.text], special=not part.literal, opening=opening)[0]
+        return tuple(ids)
 
     def _remember(self, found: dict[tuple[str, bool, bool], Ids]) -> None:
         with self._lock:
@@ -106,10 +119,35 @@ class Tokens:
                 self._memo.popitem(last=False)
 
 
-def merged(parts: Sequence[Part]) -> list[TextPart]:
+@dataclass(frozen=True)
+class _Run:
+    """Text between ids, in parts of different kinds."""
+
+    parts: tuple[TextPart, ...]
+    opening: bool
+
+    @property
+    def whole(self) -> str:
+        return "".join(part.text for part in self.parts)
+
+    @property
+    def literals(self) -> list[str]:
+        return [part.text for part in self.parts if part.literal]
+
+
+def _pieces(prompt: Prompt) -> list[_Run | IdsPart]:
+    pieces: list[_Run | IdsPart] = []
+    for is_text, group in groupby(prompt.parts, lambda part: isinstance(part, TextPart)):
+        if not is_text:
+            pieces += [part for part in group if isinstance(part, IdsPart)]
+        elif parts := _merged([part for part in group if isinstance(part, TextPart) and part.text]):
+            pieces.append(_Run(parts, opening=not pieces and not prompt.templated))
+    return pieces
+
+
+def _merged(parts: Sequence[TextPart]) -> tuple[TextPart, ...]:
     """Neighbouring texts of the same kind as one."""
-    texts = [part for part in parts if isinstance(part, TextPart)]
-    return [
+    return tuple(
         TextPart("".join(part.text for part in group), literal)
-        for literal, group in groupby(texts, lambda part: part.literal)
-    ]
+        for literal, group in groupby(parts, lambda part: part.literal)
+    )

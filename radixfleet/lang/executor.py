@@ -55,6 +55,9 @@ class Executor:
         items = items_of(expression)
         with self.run.changed:
             self._raise_error()
+        if self.run.options.concurrent and not self.run.cancelled:
+            evaluate.start_calls(self, items)
+        with self.run.changed:
             self._coming.update(names_set_by(items))
             if self.run.cancelled:
                 return
@@ -67,8 +70,6 @@ class Executor:
             self._evaluate_next()
             with self.run.changed:
                 self._raise_error()
-        elif self.run.options.concurrent:
-            evaluate.start_calls(self, items)
 
     def read(self, name: str) -> Variable:
         """Wait for a variable. Raises UnsetVariable, or the error that keeps it from being set."""
