@@ -66,11 +66,11 @@ class WorkerCache:
             self.evictable += num_pages
 
     def removed(self, copy: Copy) -> array[int]:
-        """The copy is out of the tree; returns its pages, which it holds no more."""
+        """The copy, which is evictable or a live lease's tail, leaves the tree; returns its pages, it has none now."""
         pages, copy.pages = copy.pages, array("i")
         self.cached -= len(pages)
         if not copy.lock_ref:
-            self.evictable -= len(pages) - bool(copy.pins)
+            self.evictable -= len(pages)
         if copy.queued:
             self._dead += 1
             self._shrink()

@@ -79,12 +79,11 @@ class Probe:
         self._more = self._rest[: (common + 1) * TOKEN_BYTES]
 
     def closest(self, keys: list[bytes]) -> bytes:
-        """The key with the longest common prefix, whose length is in `common` then; empty if none has any.
+        """The key with the longest common prefix, whose length `common` is then; empty if none has any.
 
         In byte order it stands right before or right after the tokens.
         """
         if not keys:
-            self._expect(0)
             return b""
         place = bisect_left(keys, self._rest)
         best = keys[min(place, len(keys) - 1)]

@@ -85,6 +85,15 @@ def test_a_partial_leaf_is_replaced_by_a_longer_page(tree: RadixTree) -> None:
     assert held(tree) == [1, 4]
 
 
+def test_a_partial_leaf_is_replaced_by_a_page_that_another_worker_has(tree: RadixTree) -> None:
+    store(tree, "abcdefgh", [5, 6], "v")
+    store(tree, "abcdef", [1, 2], "u")
+    store(tree, "abcdefgh", [3], "u")
+    assert (tree.take_freed("u"), tree.take_freed("v")) == ([2], [])
+    assert tree.num_nodes == 2
+    assert (held(tree, "u"), held(tree, "v")) == ([1, 3], [5, 6])
+
+
 def test_a_partial_leaf_of_another_text_stays(tree: RadixTree) -> None:
     store(tree, "abcdef", [1, 2])
     store(tree, "abcdeXgh", [3])
