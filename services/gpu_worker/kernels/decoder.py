@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,7 +55,7 @@ class NativeDecoder:
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, keep: torch.Tensor, attention: NativeAttention
     ) -> torch.Tensor:
-        """x [T, hidden], contiguous, is overwritten; returns [L, hidden], the tokens `keep` int64 [L] of the last layer.
+        """x [T, hidden], contiguous, is overwritten; returns the last layer's tokens `keep` (int64 [L]), [L, hidden].
 
         cos and sin: fp32 [T, D / 2], strided alike. `attention` has this step's plan; K and V go to its cache.
         """
