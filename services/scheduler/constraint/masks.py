@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from services.scheduler.constraint.state import ALL_ALLOWED, ConstraintState
 
-_ROWS_PER_THREAD = 8  # fewer are not worth another thread
+_ROWS_PER_THREAD = 32  # fewer are not worth another thread
 
 
 class RowJob(Struct, frozen=True):

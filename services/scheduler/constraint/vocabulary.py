@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from llguidance import LLTokenizer
-from numpy.typing import NDArray
+from llguidance import LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer
 
-Ids = NDArray[np.int32]
 WORD_BITS = 32
 
 
@@ -25,19 +22,28 @@ class VocabularyError(ValueError):
 
 
 class Vocabulary:
-    """`size` tokens, ids 0 .. size - 1; `words` uint32 words hold one bit for each."""
+    """`size` tokens, ids 0 .. size - 1; `words` uint32 words hold one bit for each.
+
+    `all_bytes` are the bytes of every id in text, nothing for special ones. `table` is what the engine reads.
+    """
 
     def __init__(self, tokenizer_json: str, eos_ids: Sequence[int], size: int | None = None) -> None:
         """Raises VocabularyError where the library does not understand the tokenizer."""
         if not eos_ids:
             raise VocabularyError("the model names no end-of-sequence token; constraints could never end")
         try:
-            self.table = LLTokenizer(tokenizer_json, eos_token=list(eos_ids), n_vocab=size)
-        except ValueError as error:
+            plain = LLTokenizer(tokenizer_json, eos_token=list(eos_ids), n_vocab=size)
+            self._tokenizer = Tokenizer.from_str(tokenizer_json)
+        except Exception as error:  # what the tokenizers library raises has no class of its own
             raise VocabularyError(f"the tokenizer cannot be used for constraints: {error}") from None
-        self.size = self.table.vocab_size
+        self.size = plain.vocab_size
         self.words = -(-self.size // WORD_BITS)
         self.eos_ids = tuple(eos_ids)
+        self.all_bytes = tuple(_text_bytes(plain, token) for token in range(self.size))
+        # the engine spells forced text with the tokenizer: `<|im_end|>` in a grammar must not become that token
+        self._tokenizer.encode_special_tokens = True
+        source = _TokenSource(self._tokenizer, self.all_bytes, self.eos_ids[0])
+        self.table = LLTokenizer(TokenizerWrapper(source), eos_token=list(eos_ids), n_vocab=self.size)
         self.table.tokenize_str("warm")  # the first call of a process sets up the library's tables
 
     @classmethod
@@ -51,14 +57,10 @@ class Vocabulary:
         needed = _highest_id(declared) + 1
         return cls(text, eos_ids(folder, config, declared), max(size, needed) if size else None)
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for in text; nothing for special ones."""
-        return b"" if self.table.is_special_token(token_id) else self.table.decode_bytes([token_id])
-
     def special_id(self, text: str) -> int | None:
-        """The id of the one special token that `text` is, if it is one."""
-        ids = self.table.tokenize_str(text, parse_special=True)
-        return ids[0] if len(ids) == 1 and self.table.is_special_token(ids[0]) else None
+        """The id of the special token that `text` is, if it is one."""
+        token = self._tokenizer.token_to_id(text)
+        return token if token is not None and token < self.size and not self.all_bytes[token] else None
 
     def encode(self, text: str | bytes) -> list[int]:
         """The tokenizer's own ids of `text`; special tokens are never produced. Incomplete UTF-8 is allowed."""
@@ -66,12 +68,31 @@ class Vocabulary:
 
     def decode(self, ids: Sequence[int]) -> bytes:
         """The bytes of `ids`, special tokens left out."""
-        return b"".join(self.token_bytes(token) for token in ids)
+        return b"".join(self.all_bytes[token] for token in ids)
 
-    @cached_property
-    def all_bytes(self) -> tuple[bytes, ...]:
-        """The bytes of every id."""
-        return tuple(self.token_bytes(token) for token in range(self.size))
+
+class _TokenSource:
+    """What the engine's own wrapper asks of a tokenizer; special tokens begin with a byte that is in no text."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, all_bytes: Sequence[bytes], eos_id: int) -> None:
+        self.eos_token_id = eos_id
+        self.special_token_ids = [token for token, text in enumerate(all_bytes) if not text]
+        self.tokens = [
+            text or b"\xff" + (tokenizer.id_to_token(token) or f"<unused {token}>").encode()
+            for token, text in enumerate(all_bytes)
+        ]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _text_bytes(table: LLTokenizer, token: int) -> bytes:
+    return b"" if table.is_special_token(token) else table.decode_bytes([token])
 
 
 def eos_ids(folder: Path, config: dict[str, Any], tokenizer: dict[str, Any]) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ def check_accepted(matcher: Matcher, text: str) -> None:
     """The mask admits every prefix, in the tokenizer's spelling and byte by byte."""
     trial = matcher.fork()
     for token in vocabulary().encode(text):
-        assert token in mask(trial), (text, vocabulary().token_bytes(token))
+        assert token in mask(trial), (text, vocabulary().all_bytes[token])
         assert trial.advance([token])
     assert trial.is_complete, text
     assert set(vocabulary().eos_ids) <= set(mask(trial).tolist()), text

@@ -15,7 +15,7 @@ from services.scheduler.constraint.errors import BadSource
 from services.scheduler.constraint.xml_schema import xml_schema
 
 sys.path.insert(0, str(Path(__file__).parent))
-from constraint_kit import build, check_accepted, check_refused, check_sampled
+from constraint_kit import build, check_accepted, check_refused, check_sampled, mask, vocabulary
 
 
 def _like(pattern: str) -> Callable[[str], bool]:
@@ -238,6 +238,28 @@ def test_structural_tag_formats(form: dict[str, Any], accepted: list[str], refus
         check_accepted(matcher, text)
     for text in refused:
         check_refused(matcher, text)
+
+
+def test_marks_that_are_special_tokens_are_met_by_those_tokens() -> None:
+    form = {"type": "tag", "begin": "<|im_start|>", "content": {"type": "regex", "pattern": "x+"}, "end": "<|im_end|>"}
+    matcher = build("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    begin, end = (vocabulary().special_id(text) for text in ("<|im_start|>", "<|im_end|>"))
+    assert begin is not None
+    assert end is not None
+    assert mask(matcher).tolist() == [begin]
+    assert matcher.advance([begin])
+    assert end not in mask(matcher)
+    assert matcher.advance(vocabulary().encode("xx"))
+    assert end in mask(matcher)
+    assert matcher.advance([end])
+    assert matcher.is_complete
+
+
+def test_special_tokens_are_never_text() -> None:
+    matcher = build("regex", "(?s:.)*")
+    special = [token for token in range(vocabulary().size) if not vocabulary().all_bytes[token]]
+    assert special
+    assert set(mask(matcher).tolist()) & set(special) <= set(vocabulary().eos_ids)
 
 
 def test_xml_schema() -> None:
