@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from constraint_kit import vocabulary
 
 SMALL = Constraint("json_schema", '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}')
+ENDLESS = "start: " + " | ".join(f'a "{i}"' for i in range(100_000)) + '\na: "x"'
 SLOW = "start: " + " | ".join(f'a "{i}"' for i in range(15_000)) + '\na: "x"'
 
 
@@ -128,8 +129,7 @@ async def test_time_is_bounded_and_others_do_not_wait_for_it() -> None:
     limits = Limits(compile_seconds=4.0, source_bytes=4 << 20)
     compiler = await Compiler.start(str(resolve(None)), limits, processes=2)
     await compiler.compile(SMALL)
-    endless = "start: " + " | ".join(f'a "{i}"' for i in range(100_000)) + '\na: "x"'
-    slow = asyncio.create_task(compiler.compile(Constraint("lark", endless)))
+    slow = asyncio.create_task(compiler.compile(Constraint("lark", ENDLESS)))
     killed = await _busy_process(compiler)
     quick = await compiler.compile(Constraint("regex", "[a-f]+"))
     assert quick.minimum == 1
@@ -139,15 +139,16 @@ async def test_time_is_bounded_and_others_do_not_wait_for_it() -> None:
     assert not killed.alive
     assert (await compiler.compile(Constraint("regex", "[a-e]+"))).minimum == 1
     with pytest.raises(ConstraintError, match="takes more than 4 seconds"):
-        await compiler.compile(Constraint("lark", endless))
+        await compiler.compile(Constraint("lark", ENDLESS))
     assert compiler.stats.killed == 1
     await compiler.close()
 
 
 async def test_memory_is_bounded() -> None:
-    compiler = await Compiler.start(str(resolve(None)), Limits(compile_memory=2 << 20, compile_seconds=60))
+    limits = Limits(compile_memory=2 << 20, compile_seconds=60, source_bytes=4 << 20)
+    compiler = await Compiler.start(str(resolve(None)), limits)
     with pytest.raises(ConstraintError, match="memory"):
-        await compiler.compile(Constraint("lark", SLOW))
+        await compiler.compile(Constraint("lark", ENDLESS))
     assert (await compiler.compile(SMALL)).minimum is not None
     await compiler.close()
 
