@@ -157,6 +157,13 @@ def test_contexts_of_several_blocks(kernels: library.Library, dtype: torch.dtype
     check(Case([(1, 511), (1, 512), (1, 1500), (3, 1022), (70, 600)], 3, 1, dtype=dtype), kernels)
 
 
+@pytest.mark.parametrize("chunk", [129, 256, 500])
+@pytest.mark.parametrize("start", [0, 500, 744, 1001])
+def test_tiles_that_straddle_a_block(kernels: library.Library, chunk: int, start: int) -> None:
+    """The last tile of a full item has lanes that end before a block and lanes that begin in it."""
+    check(Case([(chunk, start), (1, 40)], dtype=torch.float32), kernels)
+
+
 @BOTH
 @pytest.mark.parametrize("window", [1, 7, 16, 100, 513])
 def test_sliding_window(kernels: library.Library, dtype: torch.dtype, window: int) -> None:

@@ -33,7 +33,8 @@ inline void mask_rows(float* s, int from, int to, int first_key, const Visible& 
 // Hides what some lane may not see: rows before the last lane's window and after the first lane's position.
 inline void mask_scores(float* s, int count, int first_key, const Visible& visible) {
   const int before = visible.max_first - first_key, after = visible.min_last + 1 - first_key;
-  const int top = before < count ? before : count, bottom = after > top ? after : top;
+  // Both may lie before the block: a tile's first lanes can end where its last ones only begin.
+  const int top = before < 0 ? 0 : before < count ? before : count, bottom = after > top ? after : top;
   if (top > 0) mask_rows(s, 0, top, first_key, visible);
   if (bottom < count) mask_rows(s, bottom, count, first_key, visible);
 }
