@@ -33,7 +33,7 @@ _SHORT = [
 ]
 
 
-def long_prompt(num_words: int = 1850) -> str:
+def long_prompt(num_words: int = 1900) -> str:
     """About 3,000 tokens of text that does not repeat itself exactly."""
     words = "time river mountain ancient story people water light garden winter letter road".split()
     return " ".join(f"{words[i % len(words)]} {i}," if i % 9 == 0 else words[(i * 7) % 12] for i in range(num_words))
