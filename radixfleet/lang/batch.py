@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
+from radixfleet.backend.errors import BackendError
+from radixfleet.lang import compiled
 from radixfleet.lang.errors import BatchError
 from radixfleet.lang.execution import Execution, Settings, split_arguments
+from radixfleet.lang.graph import Graph
 from radixfleet.lang.shared_work import SharedWork
 from radixfleet.lang.state import ProgramState
 
@@ -51,15 +53,21 @@ def run(
     *,
     progress_bar: bool,
     keep: bool,
+    lazy: bool,
 ) -> Iterator[ProgramState]:
-    """States in the order of the items; after the last one BatchError, if some failed and `keep` is not set."""
+    """States in the order of the items; after the last one BatchError, if some failed and `keep` is not set.
+
+    `lazy`: items far ahead of the one that is read next do not start yet.
+    """
     if not items:
         return
     threads = max(_LEAST_THREADS, _THREADS_PER_CPU * (os.cpu_count() or 1)) if num_threads == "auto" else num_threads
+    window = _AHEAD + threads if lazy else len(items)
+    order = _prepare(program, settings, items, window)
     states: list[ProgramState] = []
     failures: dict[int, BaseException] = {}
     progress = _Progress(len(items), progress_bar)
-    for state, failure in _finished(program, settings, items, threads):
+    for state, failure in _finished(program, settings, items, order, threads, window):
         if failure is not None:
             failures[len(states)] = failure
         states.append(state)
@@ -69,25 +77,57 @@ def run(
         raise BatchError(states, failures)
 
 
+def _prepare(program: Program, settings: Settings, items: list[dict[str, Any]], window: int) -> list[int]:
+    """Compute what all items start with; returns the order in which items start."""
+    order = list(range(len(items)))
+    options = settings.options
+    if len(items) < 2 or not (options.prefix or options.order):
+        return order
+    shared = {name: value for name, value in items[0].items() if all(_same(item.get(name), value) for item in items)}
+    later = tuple(dict.fromkeys(name for item in items for name in item if name not in shared))
+    graph = compiled.graph_of(program, shared, settings.sampling, more=later)
+    if options.prefix:
+        try:
+            compiled.compute_prefix(graph, settings.backend)
+        except BackendError:
+            return order  # the items will meet the same, and tell
+    if options.order:
+        return [
+            i for first in range(0, len(items), window) for i in _sorted(graph, items, order[first : first + window])
+        ]
+    return order
+
+
+def _sorted(graph: Graph, items: list[dict[str, Any]], indices: list[int]) -> list[int]:
+    """Indices by what their items put into the text first: the order of the tree of their prefixes."""
+    return sorted(indices, key=lambda index: [str(items[index].get(name, "")) for name in graph.arguments])
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Only plain values are compared; others may not even know how."""
+    return one is other or (isinstance(one, str | int | float) and type(one) is type(other) and one == other)
+
+
 def _finished(
-    program: Program, settings: Settings, items: list[dict[str, Any]], threads: int
+    program: Program, settings: Settings, items: list[dict[str, Any]], order: list[int], threads: int, window: int
 ) -> Iterator[tuple[ProgramState, BaseException | None]]:
     shared = SharedWork()
-    running: deque[tuple[Execution, Future[BaseException | None]]] = deque()
-    left = iter(items)
+    running: dict[int, tuple[Execution, Future[BaseException | None]]] = {}
+    started = 0
     pool = ThreadPoolExecutor(max(1, min(threads, len(items))), "radixfleet-batch")
     try:
-        while True:
-            while len(running) < _AHEAD + threads and (item := next(left, None)) is not None:
-                execution = Execution(program, settings, (), item, shared)
-                running.append((execution, pool.submit(execution.run_kept)))
-            if not running:
-                return
-            execution, future = running.popleft()
+        for wanted in range(len(items)):
+            while started < min(wanted + window, len(items)) or wanted not in running:
+                index = order[started]
+                execution = Execution(program, settings, (), items[index], shared)
+                running[index] = execution, pool.submit(execution.run_kept)
+                started += 1
+            execution, future = running[wanted]
             failure = future.result()
+            del running[wanted]
             yield execution.state, failure
     finally:
-        for execution, future in running:
+        for execution, future in running.values():
             if not future.cancel():
                 execution.cancel()
         pool.shutdown(wait=True, cancel_futures=True)

@@ -33,24 +33,31 @@ class Allowed:
     port: int | None
     timeout: float
     max_bytes: int
+    at: httpx.URL | None
 
 
 _allowed: dict[tuple[str, int | None], Allowed] = {}
 _lock = threading.Lock()
 
 
-def allow_api_hosts(*hosts: str, timeout: float = DEFAULT_TIMEOUT_S, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+def allow_api_hosts(
+    *hosts: str, timeout: float = DEFAULT_TIMEOUT_S, max_bytes: int = DEFAULT_MAX_BYTES, at: str | None = None
+) -> None:
     """Let programs of this process call these hosts (`name` or `name:port`).
 
     `timeout`: seconds for a whole call; `max_bytes`: the longest answer. Both can be set for a single gen(), too.
+    `at` is another address that answers for them, such as a test's own server: "http://127.0.0.1:8080".
     Raises ValueError for what is no host.
     """
+    stand_in = httpx.URL(at) if at is not None else None
+    if stand_in is not None and (stand_in.scheme not in _PORTS or not stand_in.host):
+        raise ValueError(f"not an address: {at!r}; write it like 'http://127.0.0.1:8080'")
     for host in hosts:
         url = httpx.URL(f"//{host}")
         if not url.host or url.path not in ("", "/") or "://" in host:
             raise ValueError(f"not a host: {host!r}; write it like 'api.example.com' or '127.0.0.1:8080'")
         with _lock:
-            _allowed[url.host, url.port] = Allowed(url.host, url.port, timeout, max_bytes)
+            _allowed[url.host, url.port] = Allowed(url.host, url.port, timeout, max_bytes, stand_in)
 
 
 def forbid_api_hosts(*hosts: str) -> None:
@@ -86,11 +93,14 @@ def _fetch(call: ApiCall, address: str, params: dict[str, Any], headers: dict[st
     entry = _entry(who, url)
     timeout = call.timeout if call.timeout is not None else entry.timeout
     limit = call.max_bytes if call.max_bytes is not None else entry.max_bytes
+    target = url.copy_merge_params(params)
+    if entry.at is not None:
+        target = target.copy_with(scheme=entry.at.scheme, host=entry.at.host, port=entry.at.port)
     deadline = time.monotonic() + timeout
     try:
         with (
             httpx.Client(timeout=timeout, follow_redirects=False) as client,
-            client.stream("GET", url.copy_merge_params(params), headers=headers) as response,
+            client.stream("GET", target, headers=headers) as response,
         ):
             body = _bounded(who, url, response, deadline, limit)
     except httpx.TimeoutException as error:

@@ -168,7 +168,7 @@ def items_of(expression: Any) -> list[Any]:
     found: list[Any] = []
     for item in _flat([expression]):
         found += marks.split(item) if isinstance(item, str) else [item]
-    return [item for item in found if item != "" or not isinstance(item, str)]
+    return [item for item in found if not isinstance(item, str) or item]
 
 
 def names_set_by(expression: Any) -> list[str]:

@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from radixfleet.backend.sampling import Sampling, bias_items, texts
-from radixfleet.lang import batch, execution
+from radixfleet.lang import batch, compiled, execution
+from radixfleet.lang.compiled import CompiledProgram
 from radixfleet.lang.defaults import backend_or_default
 from radixfleet.lang.execution import Settings
+from radixfleet.lang.graph import Graph
 from radixfleet.lang.optimizations import Optimizations
 from radixfleet.lang.state import ProgramState
+from radixfleet.lang.tracer import TracedState
 
 Function = Callable[..., Any]
 
@@ -37,7 +40,7 @@ class Program:
         return Program(self.function, {**self.bound, **arguments})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and isinstance(args[0], ProgramState):
+        if args and isinstance(args[0], ProgramState | TracedState):
             return self.function(*args, **{**self.bound, **kwargs})
         return self.run(*args, **kwargs)
 
@@ -122,8 +125,40 @@ class Program:
         sampling = _sampling(locals())
         settings = Settings(backend_or_default(backend), sampling, options=optimizations(optimize))
         items = batch.arguments_of(self, batch_kwargs)
-        states = batch.run(self, settings, items, num_threads, progress_bar=progress_bar, keep=on_error == "keep")
+        keep = on_error == "keep"
+        states = batch.run(
+            self, settings, items, num_threads, progress_bar=progress_bar, keep=keep, lazy=generator_style
+        )
         return states if generator_style else list(states)
+
+    def trace(self, backend: Any = None, **given: Any) -> Graph:
+        """What the program would append, as a graph; arguments that are not given stay open. No backend is asked."""
+        return compiled.graph_of(self, given, Sampling(temperature=1.0))
+
+    def compile(
+        self,
+        *,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        optimize: Optimizations | bool | None = None,
+        **given: Any,
+    ) -> CompiledProgram:
+        """The program with its graph and what can be done with it; the function's own code runs once for that.
+
+        Arguments that are given count as constants. `temperature` and `seed` are those of the later runs.
+        """
+        options = optimizations(optimize)
+        sampling = Sampling(temperature=temperature, sampling_seed=seed)
+        graph = compiled.graph_of(self, given, sampling, merge=options.merge)
+        return CompiledProgram(self, graph, options)
+
+    def explain(self, **given: Any) -> None:
+        """Print the graph and what each optimisation finds in it; the arguments are those of compile()."""
+        self.compile(**given).explain()
+
+    def cache(self, backend: Any = None, **given: Any) -> bool:
+        """Compute and cache the constant prefix now. False if it is too short to be worth it."""
+        return compiled.compute_prefix(self.trace(**given), backend_or_default(backend))
 
     def _split_settings(self, kwargs: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
         """run()'s own keywords, its defaults applied, and the program's arguments."""

@@ -99,7 +99,7 @@ def test_limits_and_failures(fake: FakeServer, api: Any) -> None:
         weather(api.host, "/slow", api_timeout=0.2).run(city="x")
     api.shutdown()
     api.server_close()
-    with pytest.raises(ApiCallError, match="the call to 127.0.0.1 failed"):
+    with pytest.raises(ApiCallError, match=r"the call to 127\.0\.0\.1 failed"):
         weather(api.host).run(city="x")
 
 

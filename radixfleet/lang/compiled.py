@@ -1,0 +1,75 @@
+"""What compile() returns: a program, its graph, and the ways to look at it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from radixfleet.backend.base import Backend
+from radixfleet.backend.sampling import Sampling
+from radixfleet.lang import explain, picture, tracer
+from radixfleet.lang.executor import Executor
+from radixfleet.lang.graph import Graph
+from radixfleet.lang.optimizations import Optimizations
+from radixfleet.lang.run import Run
+
+if TYPE_CHECKING:
+    from radixfleet.lang.program import Program
+
+
+class CompiledProgram:
+    """Runs like the program, with the arguments it was compiled for."""
+
+    def __init__(self, program: Program, graph: Graph, options: Optimizations) -> None:
+        self._program = program
+        self._name = program.function.__name__
+        self._options = options
+        self.graph = graph
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self._program.run(*args, **{"optimize": self._options, **kwargs})
+
+    def run_batch(self, batch_kwargs: Any, **kwargs: Any) -> Any:
+        return self._program.run_batch(batch_kwargs, **{"optimize": self._options, **kwargs})
+
+    def text(self) -> str:
+        """The graph and what was found in it."""
+        return explain.explain(self._name, self.graph, self._options)
+
+    def explain(self) -> None:
+        """Print text()."""
+        sys.stdout.write(self.text())
+
+    def svg(self) -> str:
+        return picture.svg(self._name, self.graph)
+
+    def save_picture(self, path: str | Path) -> None:
+        """Write the graph as an SVG file."""
+        Path(path).write_text(self.svg(), encoding="utf-8")
+
+    def _repr_svg_(self) -> str:
+        """Notebooks show the picture."""
+        return self.svg()
+
+
+def graph_of(
+    program: Program, given: Mapping[str, Any], sampling: Sampling, *, more: tuple[str, ...] = (), merge: bool = True
+) -> Graph:
+    """The program's graph for these arguments and values of gen()s; `more` names values that come later."""
+    known = {**program.bound, **given}
+    arguments = {name: value for name, value in known.items() if name in program.arg_names}
+    bindings = {name: value for name, value in known.items() if name not in program.arg_names}
+    later = {name: tracer.Symbol(name, "argument") for name in more if name not in program.arg_names}
+    return tracer.trace(program.function, arguments, {**bindings, **later}, sampling, merge=merge)
+
+
+def compute_prefix(graph: Graph, backend: Backend) -> bool:
+    """Compute and cache a graph's constant prefix. False where it is too short to be worth it."""
+    if len(graph.prefix_text) < explain.WORTH_A_REQUEST:
+        return False
+    executor = Executor(Run(backend, Sampling(), inline=True))
+    executor.submit(list(graph.prefix))
+    backend.prefill(executor.transcript.prompt())
+    return True
