@@ -69,7 +69,8 @@ class Fleet:
     def hello(self, identity: bytes, message: WorkerHello) -> None:
         if identity in self.workers:
             return  # it repeats itself until the welcome arrives
-        if identity in self._dropped:
+        former = [worker for worker in self if worker.worker_id == message.worker_id]
+        if identity in self._dropped or any(w.hello.incarnation >= message.incarnation for w in former):
             self.answer(identity, WorkerReset(self._epoch, "this incarnation was given up"))
             return
         refusal = self._refusal(message)
@@ -78,7 +79,7 @@ class Fleet:
             self._remember(self._dropped, identity)
             self.answer(identity, WorkerReset(self._epoch, refusal, fatal=True))
             return
-        for other in [w for w in self.workers.values() if w.worker_id == message.worker_id]:
+        for other in former:
             self.drop(other, "has a new incarnation")
         self._welcome(identity, message)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from services.scheduler.edge import Edge
+from services.scheduler.edge import Edge, split_identity
 from shared.clock import Clock
 from shared.messages.control import Heartbeat, Ping
 from shared.messages.request import SystemStatus
@@ -20,9 +20,10 @@ GONE_GRACE_S = 2.0
 
 
 class Tokenizer:
-    def __init__(self, identity: bytes, service_id: str, now: float) -> None:
+    def __init__(self, identity: bytes, now: float) -> None:
         self.identity = identity
-        self.service_id = service_id
+        self.service_id, self.incarnation = split_identity(identity)
+        self.greeted = False
         self.last_heard = now
         self.gone_since = 0.0  # 0: connected
         self.heartbeat: Heartbeat | None = None
@@ -38,20 +39,22 @@ class Frontends:
         self._clock = clock
         self._on_lost = on_lost
 
-    def heard(self, identity: bytes, service_id: str = "") -> bool:
-        """Something came from a tokenizer. True where it is new: it wants a status."""
+    def heard(self, identity: bytes) -> Tokenizer | None:
+        """Something came from a tokenizer; None where a later life of it is known: then it means nothing."""
         now = self._clock.now()
         tokenizer = self.tokenizers.get(identity)
         if tokenizer is not None:
             tokenizer.last_heard = now
             tokenizer.gone_since = 0.0
-            return False
-        service_id = service_id or identity.decode(errors="replace").partition("/")[0]
+            return tokenizer
+        service_id, incarnation = split_identity(identity)
         for other in [t for t in self.tokenizers.values() if t.service_id == service_id]:
+            if other.incarnation > incarnation:
+                return None
             self._lose(other, "has a new incarnation")
-        self.tokenizers[identity] = Tokenizer(identity, service_id, now)
+        tokenizer = self.tokenizers[identity] = Tokenizer(identity, now)
         log.info("tokenizer joined", tokenizer=identity.decode(errors="replace"))
-        return True
+        return tokenizer
 
     def heartbeat(self, identity: bytes, message: Heartbeat) -> None:
         tokenizer = self.tokenizers.get(identity)

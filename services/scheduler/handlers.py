@@ -27,7 +27,6 @@ class Handlers:
         self._core = core
         self._sequence = 0
         self._tokenizer_table: dict[type, Handler] = {
-            Hello: self._greet_tokenizer,
             Heartbeat: core.frontends.heartbeat,
             GenerateRequest: self._generate,
             AbortRequest: self._abort,
@@ -51,8 +50,12 @@ class Handlers:
         if isinstance(message, Ping):
             self._core.frontends.send(identity, self._pong(message))
             return
-        if self._core.frontends.heard(identity) and not isinstance(message, Hello):
-            self._greet_tokenizer(identity, message)
+        tokenizer = self._core.frontends.heard(identity)
+        if tokenizer is None:
+            return
+        if not tokenizer.greeted or isinstance(message, Hello):
+            tokenizer.greeted = True
+            self._core.frontends.send(identity, self._core.board.build())
         self._run(self._tokenizer_table, identity, message)
 
     def from_detokenizer(self, identity: bytes, message: Any) -> None:
@@ -91,9 +94,6 @@ class Handlers:
         return Pong(ping.nonce, healthy=True, detail=self._core.board.not_ready)
 
     # Tokenizers
-
-    def _greet_tokenizer(self, identity: bytes, message: Any) -> None:
-        self._core.frontends.send(identity, self._core.board.build())
 
     def _generate(self, identity: bytes, message: GenerateRequest) -> None:
         core = self._core

@@ -67,7 +67,10 @@ class Outbox:
         """A detokenizer is there: streams that nobody decodes go to it."""
         known = self.detokenizers.get(identity)
         if known is None:
-            for other in [d for d in self.detokenizers.values() if d.service_id == message.service_id]:
+            former = [d for d in self.detokenizers.values() if d.service_id == message.service_id]
+            if any(other.incarnation > message.incarnation for other in former):
+                return
+            for other in former:
                 self.lose(other, streams, "has a new incarnation")
             self.detokenizers[identity] = Detokenizer(identity, message, self._clock.now())
             log.info("detokenizer joined", detokenizer=identity.decode(), endpoint=message.endpoint)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from services.scheduler.request import State
-from shared.messages.control import Heartbeat, Ping
+from shared.messages.control import Heartbeat, Hello, Ping
 from shared.messages.step import StepResult, WorkerDrain, WorkerFault
 from shared.messages.stream import FinishReason
+from tests.fake_engine import generate
 from tests.local_fleet import LocalFleet, LocalWorker, tokens, worker_hello
 
 
@@ -284,3 +285,27 @@ def test_a_leaving_worker_without_an_heir_finishes_what_it_has_until_its_deadlin
     fleet.abort(rid)
     fleet.run()
     fleet.assert_answered(waiting)
+
+
+def test_late_words_of_a_former_life_do_not_end_the_present_one() -> None:
+    fleet = LocalFleet(workers=0)
+    old, new = fleet.add_worker("w0", 5), fleet.add_worker("w0", 6)
+    fleet.add_detokenizer("d/2")
+    tokenizer = fleet.add_tokenizer("t/2")
+    fleet.turn()
+    fleet.tokenizer, former = tokenizer, fleet.tokenizer
+    rid = fleet.submit(tokens(20), 10)
+    fleet.turn()
+    fleet.from_worker(old, old.hello)
+    fleet.from_worker(LocalWorker(worker_hello("w0", 4)), worker_hello("w0", 4))
+    fleet.from_detokenizer(fleet.detokenizer, Hello("detokenizer", "d", 1, "ipc://d"))
+    fleet.from_tokenizer(Heartbeat("t", 1), former)
+    fleet.from_tokenizer(Hello("tokenizer", "t", 1), former)
+    fleet.turn()
+    assert list(fleet.core.fleet.workers) == [new.key.encode()]
+    assert [d.key for d in fleet.core.outbox.detokenizers.values()] == ["d/2"]
+    assert list(fleet.core.frontends.tokenizers) == [b"t/2"]
+    fleet.workers = {new.key: new}
+    fleet.run()
+    assert not fleet.request(rid).live
+    assert fleet.request(rid).output.tolist() == generate(tokens(20), 10)

@@ -214,6 +214,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         if finish is not None and finish.matched_string:
             self.matched[rid] = cut
 
+    @rule()
+    def tokenizer_begins_a_new_life(self) -> None:
+        """Whoever was connected to the old one is gone, so its requests end."""
+        self.fleet.turn()
+        lost = self._live()
+        self.next_id += 1
+        self.fleet.tokenizer = self.fleet.add_tokenizer(f"t/{self.next_id}")
+        self.fleet.turn()
+        requests = self.fleet.core.lifecycle.requests
+        assert not any(requests[rid].live for rid in lost if rid in requests)
+        self.sent.clear()
+
     # What operators do
 
     @rule(name=st.sampled_from(["flush_cache", "pause", "continue", "requests", "workers", "tree"]))
