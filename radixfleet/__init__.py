@@ -14,6 +14,7 @@ from radixfleet.version import __version__
 if TYPE_CHECKING:
     from radixfleet.backend.endpoint import RuntimeEndpoint
     from radixfleet.backend.errors import BackendError, BackendTimeout
+    from radixfleet.backend.openai_api import OpenAI
     from radixfleet.engine import Engine
     from radixfleet.lang.api import (
         assistant,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "radixfleet.backend.endpoint": ("RuntimeEndpoint",),
     "radixfleet.backend.errors": ("BackendError", "BackendTimeout"),
+    "radixfleet.backend.openai_api": ("OpenAI",),
     "radixfleet.engine": ("Engine",),
     "radixfleet.lang.api": (
         "assistant",
@@ -84,6 +86,7 @@ __all__ = [
     "BatchError",
     "Engine",
     "LanguageError",
+    "OpenAI",
     "Optimizations",
     "Runtime",
     "RuntimeEndpoint",
