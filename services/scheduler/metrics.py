@@ -9,13 +9,14 @@ import structlog
 
 from services.scheduler.inflight import StepPlan
 from services.scheduler.request import Request
-from services.scheduler.worker import Worker
+from services.scheduler.worker import UnloggedPrefills, Worker
 from shared.clock import Clock
 from shared.messages.stream import FinishReason
 from shared.metrics import Histogram
 
 log = structlog.get_logger(__name__)
 
+PREFILL_LOG_INTERVAL_S = 0.02
 WINDOW_S = 60.0  # of the hit rate and the throughput
 
 COUNTERS = (
@@ -96,14 +97,14 @@ class Metrics:
         return hits / (hits + misses) if hits + misses else 0.0, throughput
 
     def log_step(self, worker: Worker, plan: StepPlan, usage: float, queued: int) -> None:
-        """One line per step with a prefill, one per `decode_log_interval` steps with decode rows only."""
+        """One line per step with a prefill, one per `decode_log_interval` steps with decode rows."""
         if plan.chunks:
-            log.info(
-                f"Prefill batch, #new-seq: {len(plan.chunks)}, #new-token: {plan.prefill_tokens}, "
-                f"#cached-token: {plan.cached_tokens}, token usage: {usage:.2f}, "
-                f"#running-req: {len(plan.decode)}, #queue-req: {queued}",
-                worker=worker.worker_id,
-            )
+            unlogged = worker.unlogged
+            unlogged.sequences += len(plan.chunks)
+            unlogged.new_tokens += plan.prefill_tokens
+            unlogged.cached_tokens += plan.cached_tokens
+            unlogged.usage, unlogged.running, unlogged.queued = usage, len(plan.decode), queued
+            self.log_prefills(worker)
         if not plan.decode:
             return
         worker.decode_steps += 1
@@ -119,3 +120,17 @@ class Metrics:
             f"gen throughput (token/s): {rate:.1f}, #queue-req: {queued}",
             worker=worker.worker_id,
         )
+
+    def log_prefills(self, worker: Worker) -> None:
+        """Steps that follow each other faster than anybody reads share a line."""
+        unlogged, now = worker.unlogged, self._clock.now()
+        if not unlogged.sequences or now - worker.prefill_logged_at < PREFILL_LOG_INTERVAL_S:
+            return
+        log.info(
+            f"Prefill batch, #new-seq: {unlogged.sequences}, #new-token: {unlogged.new_tokens}, "
+            f"#cached-token: {unlogged.cached_tokens}, token usage: {unlogged.usage:.2f}, "
+            f"#running-req: {unlogged.running}, #queue-req: {unlogged.queued}",
+            worker=worker.worker_id,
+        )
+        worker.unlogged = UnloggedPrefills()
+        worker.prefill_logged_at = now

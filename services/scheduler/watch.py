@@ -59,6 +59,8 @@ class Watch:
             self._fleet.check_silence()
             self._core.frontends.check_silence()
             self._check_detokenizers(now)
+        for worker in self._fleet:
+            self._core.metrics.log_prefills(worker)
         self._end_hopeless(now)
         self._forget_unacknowledged(now)
         if now - self._sampled >= 1.0:

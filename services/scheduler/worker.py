@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from dataclasses import dataclass
 
 from services.scheduler.inflight import InflightStep
 from services.scheduler.page_pool import PagePool
@@ -12,6 +13,18 @@ from shared import ints
 from shared.messages.control import Heartbeat
 from shared.messages.request import WorkerStatus
 from shared.messages.step import WorkerHello
+
+
+@dataclass(slots=True)
+class UnloggedPrefills:
+    """What the next line about prefills will say."""
+
+    sequences: int = 0
+    new_tokens: int = 0
+    cached_tokens: int = 0
+    usage: float = 0.0
+    running: int = 0
+    queued: int = 0
 
 
 class Worker:
@@ -25,6 +38,8 @@ class Worker:
         self.depth = depth  # steps that may be in flight
         self.seats = seats  # most requests with a slot
         self.step_tokens = step_tokens  # most tokens of one step
+        # One page stays out: a request alone may need every other page while one is the source of its copy.
+        self.max_request_tokens = min(hello.max_context, (hello.num_pages - 1) * hello.page_size)
         self.pool = PagePool(hello.num_pages)
         self.free_slots = list(range(hello.max_slots - 1, -1, -1))
         self.running: dict[int, Request] = {}  # by slot
@@ -47,6 +62,8 @@ class Worker:
         self.decode_steps = 0
         self.tokens_at_log = 0
         self.logged_at = now
+        self.unlogged = UnloggedPrefills()
+        self.prefill_logged_at = 0.0
 
     @property
     def has_credit(self) -> bool:
@@ -55,11 +72,6 @@ class Worker:
     @property
     def open_seats(self) -> int:
         return 0 if self.draining else self.seats - len(self.running)
-
-    @property
-    def max_request_tokens(self) -> int:
-        # One page stays out: a request alone may need every other page while one is the source of its copy.
-        return min(self.hello.max_context, (self.hello.num_pages - 1) * self.hello.page_size)
 
     def pending_tokens(self) -> int:
         """Prompt tokens of seated requests that no step carries yet."""
