@@ -202,6 +202,23 @@ def test_random_batches(kernels: library.Library, seed: int) -> None:
 
 
 @BOTH
+def test_weights_are_unbiased(kernels: library.Library, dtype: torch.dtype) -> None:
+    """Two keys, V of 0 and 1: the output is the second key's weight, at score differences all over a sweep."""
+    count = 512
+    cache = KVCache(2, count, 16, 1, 32, dtype, torch.device("cpu"))
+    zeros, ones = torch.zeros(count, dtype=torch.int64), torch.ones(count, dtype=torch.int64)
+    pages = torch.arange(count, dtype=torch.int32)
+    indptr = torch.arange(count + 1, dtype=torch.int32)
+    batch = ForwardBatch(zeros, ones, indptr, 2 * ones.int(), pages[:, None], pages * 16 + ones, zeros[:0], count)
+    q, k, v = torch.zeros(3, count, 1, 32, dtype=dtype)
+    q[:, :, 0], k[:, 0, 0], v[:] = 1, torch.linspace(-9, 0, count), 1
+    out = run(Setup(cache, batch, q, k, v, AttentionSpec(1.0)), kernels)[:, 0, 0].double()
+    error = out / k[:, 0, 0].double().sigmoid() - 1
+    assert error.abs().max() < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert error.mean().abs() < (1e-6 if dtype == torch.float32 else 1.5e-3)
+
+
+@BOTH
 def test_results_depend_on_the_query_alone(kernels: library.Library, dtype: torch.dtype) -> None:
     """Decode, append and whole prefill of the same tokens, alone or not, on one thread or two: the same bits."""
     case = Case([(1100, 0)], 3, 1, dtype=dtype)

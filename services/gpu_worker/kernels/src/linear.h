@@ -97,7 +97,6 @@ struct VectorLinear {
   static void pack_row(const LinearCall& c, const Storage* row, int m, char* prepared) {
     F::pack(row, c.inputs, (Left*)prepared + (int64_t)m * words(c));
   }
-  static void clear_tail(const LinearCall&, char*) {}
 
   template <int P>
   static void all_rows(const Left* x, const Right* w, int steps, int rows, float* c, int64_t stride) {
@@ -203,7 +202,6 @@ void linear_in_team(const LinearCall& c, char* scratch) {
   const int first = memory.shared ? (int)((int64_t)c.rows * thread / threads) : 0;
   const int last = memory.shared ? (int)((int64_t)c.rows * (thread + 1) / threads) : c.rows;
   Product::begin();
-  if (!memory.shared || thread == 0) Product::clear_tail(c, prepared);
   prepare_rows<Product>(c, first, last, prepared, normed);
   if (memory.shared) {
 #pragma omp barrier

@@ -3,6 +3,7 @@
 //   C[16 rows][16 outputs] += X[16 rows][32 inputs] * W[16 pairs of inputs][16 outputs][2]
 //
 // A panel's 32 inputs are one tile of W as they lie in memory; x is laid out in tiles once, [rows / 16][inputs / 32].
+// Rows that fill up the last tile hold anything: what comes of them is not written.
 #pragma once
 
 #include "linear.h"
@@ -25,14 +26,6 @@ struct AmxLinear {
       _mm512_storeu_si512(dst, n >= 32 ? _mm512_loadu_si512(row + i) : _mm512_maskz_loadu_epi16((1u << n) - 1, row + i));
     }
   }
-  // Rows that fill up the last tile.
-  static void clear_tail(const LinearCall& c, char* prepared) {
-    const int from = c.rows % 16;
-    if (from == 0) return;
-    bf16* tile = (bf16*)prepared + (int64_t)(c.rows / 16) * steps(c) * 512;
-    for (int k = 0; k < steps(c); k++, tile += 512) memset(tile + from * 32, 0, (16 - from) * 64);
-  }
-
   static constexpr int kAhead = 8 * kTileWords;  // words of weights fetched ahead of use
 
   static void prefetch_tile(const uint32_t* w) {
