@@ -9,13 +9,22 @@ from typing import Any
 from radixfleet.backend.sampling import Sampling, bias_items, schema_text, texts
 from radixfleet.lang import reasoning
 from radixfleet.lang.choices import ChoicesMethod, token_length_normalized
-from radixfleet.lang.ir import ApiCall, Expr, Gen, Reasoning, RoleBegin, RoleEnd, Select, is_spoken
+from radixfleet.lang.ir import (
+    REGEX_BOOL,
+    REGEX_FLOAT,
+    REGEX_INT,
+    REGEX_STR,
+    ApiCall,
+    Expr,
+    Gen,
+    Reasoning,
+    RoleBegin,
+    RoleEnd,
+    Select,
+    is_spoken,
+)
 from radixfleet.lang.ir import Sequence as ExprSequence
 
-REGEX_INT = r"[-+]?[0-9]+[ \n]*"
-REGEX_FLOAT = r"[-+]?[0-9]*\.?[0-9]+[ \n]*"
-REGEX_BOOL = r"(True|False)"
-REGEX_STR = r'"[\w\d\s]*"'
 _NUMBER_STOPS = (" ", "\n")
 _DTYPES: dict[Any, tuple[str, tuple[str, ...]]] = {
     int: (REGEX_INT, _NUMBER_STOPS),

@@ -16,6 +16,12 @@ from radixfleet.backend.sampling import Sampling
 from radixfleet.lang import marks
 from radixfleet.lang.choices import ChoicesMethod
 
+# What the types of gen(dtype=...) look like.
+REGEX_INT = r"[-+]?[0-9]+[ \n]*"
+REGEX_FLOAT = r"[-+]?[0-9]*\.?[0-9]+[ \n]*"
+REGEX_BOOL = r"(True|False)"
+REGEX_STR = r'"[\w\d\s]*"'
+
 _numbers = itertools.count(1)
 E = TypeVar("E", bound="Expr")
 
