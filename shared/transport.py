@@ -20,6 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 T = TypeVar("T")
 Frames = list[bytes]
+Frame = bytes | memoryview  # of bytes
 
 log = structlog.get_logger(__name__)
 
@@ -140,7 +141,7 @@ class _Socket(Generic[T]):
                 log.warning("malformed message dropped", sender=repr(sender), error=str(error), count=self.malformed)
             return None
 
-    def _send(self, frames: Frames) -> None:
+    def _send(self, frames: list[Frame]) -> None:
         copy = sum(map(len, frames)) < ZERO_COPY_BYTES
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
@@ -176,7 +177,7 @@ class Server(_Socket[T]):
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._start()
 
-    def send(self, identity: bytes, message: msgspec.Struct, *frames: bytes) -> None:
+    def send(self, identity: bytes, message: msgspec.Struct, *frames: Frame) -> None:
         """Queue for one peer. Raises PeerGone or PeerBusy; never waits, never drops."""
         self._send([identity, _encoder.encode(message), *frames])
 
@@ -213,11 +214,11 @@ class Client(_Socket[T]):
         self.endpoint = endpoint
         self._start()
 
-    def send(self, message: msgspec.Struct, *frames: bytes) -> None:
+    def send(self, message: msgspec.Struct, *frames: Frame) -> None:
         """Queue for the server. Raises PeerBusy while not connected or full; never waits, never drops."""
         self._send([_encoder.encode(message), *frames])
 
-    def try_send(self, message: msgspec.Struct, *frames: bytes) -> bool:
+    def try_send(self, message: msgspec.Struct, *frames: Frame) -> bool:
         """As `send`, for what may be lost: hellos and heartbeats."""
         with contextlib.suppress(PeerBusy):
             self.send(message, *frames)

@@ -47,6 +47,7 @@ class SchedulerService:
         ports[2].connect(scheduler, handlers.from_worker, core.fleet.probe)
         self._running = asyncio.create_task(scheduler.run())
         scheduler.wake.set()
+        core.compiling.start()
         log.info("scheduler listens", epoch=core.epoch, endpoints=[port.server.endpoint for port in ports])
 
     async def drain(self) -> None:
@@ -62,6 +63,9 @@ class SchedulerService:
             self._running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._running
+        if self.scheduler is not None:
+            await self.scheduler.core.compiling.close()
+            self.scheduler.core.masking.close()
         for server in self._servers:
             server.close()
 

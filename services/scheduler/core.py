@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from services.scheduler.compiling import Compiling
 from services.scheduler.door import Door
 from services.scheduler.edge import Edge
 from services.scheduler.fleet import Fleet
 from services.scheduler.frontends import Frontends
 from services.scheduler.lifecycle import Lifecycle, abort
+from services.scheduler.masking import Masking, Post
 from services.scheduler.metrics import Metrics
 from services.scheduler.operations import Operations
 from services.scheduler.outbox import Detokenizer, Outbox
@@ -24,6 +26,7 @@ from services.scheduler.watch import Watch
 from services.scheduler.worker import Worker
 from shared.clock import Clock
 from shared.config import SchedulerConfig
+from shared.messages.stream import Finish, FinishReason
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Edges:
 
 
 class Core:
-    def __init__(self, config: SchedulerConfig, epoch: int, edges: Edges, clock: Clock) -> None:
+    def __init__(self, config: SchedulerConfig, epoch: int, edges: Edges, clock: Clock, post: Post) -> None:
         self.config = config
         self.epoch = epoch
         self.clock = clock
@@ -47,13 +50,17 @@ class Core:
         self.fleet = Fleet(edges.workers, config, epoch, clock, self._worker_joined, self._worker_lost)
         self.frontends = Frontends(edges.tokenizers, config.heartbeat_timeout, clock, self._tokenizer_lost)
         self.door = Door(config, self.waiting, self.fleet, self.lifecycle.requests, clock)
+        self.masking = Masking(self.fleet, self.lifecycle, self.metrics, clock, epoch, post)
+        self.compiling = Compiling(
+            config.model_path, self.lifecycle, self.frontends, self.metrics, post, self._compiled, self._vocab_size
+        )
         self._compose_deciders()
 
     def _compose_deciders(self) -> None:
         split = self.config.chunked_prefill_size >= 0
         self.placement = Placement(self.tree, self.seats, self.waiting, self.fleet, self.clock)
         self.planner = Planner(self.tree, self.seats, self.lifecycle, self.metrics, split_prompts=split)
-        self.settler = Settler(self.seats, self.lifecycle, self.outbox, self.metrics)
+        self.settler = Settler(self.seats, self.lifecycle, self.outbox, self.masking, self.metrics)
         self.board = StatusBoard(self)
         self.operations = Operations(self)
         self.watch = Watch(self)
@@ -87,6 +94,25 @@ class Core:
                     self.lifecycle.suspend(request)
             if left <= 0 or not (worker.running or worker.inflight):
                 self.fleet.let_go(worker, max(left, 1.0))
+
+    def resume(self, request: Request) -> None:
+        """A request that was taken over with tokens: its last one may have ended it before its scheduler was lost."""
+        last = request.output[-1]
+        if last in request.stops and len(request.output) > request.min_tokens:
+            self.lifecycle.finish(request, Finish(FinishReason.STOP, matched_token=last))
+        elif len(request.output) < request.max_tokens:
+            return
+        elif request.guide is not None:
+            self.masking.judge(request)
+        else:
+            self.lifecycle.finish(request, Finish(FinishReason.LENGTH))
+
+    def _compiled(self, request: Request) -> None:
+        if request.output:
+            self.resume(request)
+
+    def _vocab_size(self) -> int:
+        return self.fleet.model.vocab_size if self.fleet.model else 0
 
     def _worker_joined(self, worker: Worker) -> None:
         self.tree.add_worker(worker.key)

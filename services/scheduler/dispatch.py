@@ -25,6 +25,7 @@ def build(plan: StepPlan, worker: Worker, epoch: int) -> StepCommand:
         page_slots=ints.pack(plan.page_slots),
         page_ids=ints.pack(plan.page_ids),
         page_copies=ints.pack(plan.copies),
+        masked_slots=ints.pack(plan.masked_slots),
     )
 
 
@@ -37,6 +38,8 @@ def record(plan: StepPlan, worker: Worker, seats: Seats, metrics: Metrics, now: 
         plan.chunks,
         now,
         len(plan.decode) + sum(chunk.sample for chunk in plan.chunks),
+        plan.masked,
+        ints.pack(plan.masked_slots),
     )
     if not worker.inflight:
         worker.logged_at += now - worker.head_since  # a throughput counts no idle time
@@ -51,8 +54,10 @@ def record(plan: StepPlan, worker: Worker, seats: Seats, metrics: Metrics, now: 
 
 
 def _store(chunk: Chunk, seats: Seats, step_id: int) -> None:
-    """Whole pages; at the end of the prefill the open page too."""
+    """Whole pages; at the end of the prefill the open page too. Forced tokens wait until they are output."""
     request = chunk.request
+    if chunk.tokens:
+        return
     if chunk.end == request.prefill_end:
         seats.store(request, chunk.end, step_id)
         request.prefill_tokens = b""
@@ -62,6 +67,8 @@ def _store(chunk: Chunk, seats: Seats, step_id: int) -> None:
 
 def _prefill_row(chunk: Chunk) -> PrefillRow:
     request = chunk.request
+    if chunk.tokens:
+        return PrefillRow(chunk.slot, chunk.tokens, chunk.sample)
     token_ids = request.prefill_tokens[4 * chunk.start : 4 * chunk.end]
     if request.prompt_scores_missing >= request.prompt_length:
         return PrefillRow(chunk.slot, token_ids, chunk.sample)

@@ -38,8 +38,9 @@ class Door:
             return _rejected(message, "duplicate_id", "a request with this id is running")
         if self.draining:
             return _rejected(message, "draining", "the server is shutting down", RETRY_AFTER_S)
-        if message.constraint is not None:
-            return _rejected(message, "bad_constraint", "constrained output is not supported")
+        if message.constraint is not None and not self._config.model_path:
+            reason = "constraints are not available: the scheduler was started without a model_path"
+            return _rejected(message, "bad_constraint", reason)
         return self._refuse_tokens(message) or self._refuse_load(message)
 
     def _refuse_tokens(self, message: GenerateRequest) -> RequestRejected | None:

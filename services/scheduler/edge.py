@@ -16,6 +16,6 @@ def split_identity(identity: bytes) -> tuple[str, int]:
 
 
 class Edge(Protocol):
-    def send(self, identity: bytes, message: msgspec.Struct, *frames: bytes) -> None:
+    def send(self, identity: bytes, message: msgspec.Struct, *frames: bytes | memoryview) -> None:
         """Queue for one peer. Raises PeerGone or PeerBusy."""
         ...

@@ -160,7 +160,7 @@ class Fleet:
         self.drop(worker, problem)
         return None
 
-    def send(self, worker: Worker, message: msgspec.Struct, *frames: bytes) -> bool:
+    def send(self, worker: Worker, message: msgspec.Struct, *frames: bytes | memoryview) -> bool:
         """To a worker of the fleet. One that cannot take it is lost: credits stay far below its queue."""
         try:
             self._edge.send(worker.identity, message, *frames)

@@ -114,18 +114,13 @@ class Handlers:
         self._sequence += 1
         request = Request(message, identity, core.clock.now(), self._sequence)
         core.metrics.count("requests")
-        core.lifecycle.accept(request)
         core.watch.add_deadline(request)
+        if message.constraint is not None:
+            core.compiling.take(request)
+            return
+        core.lifecycle.accept(request)
         if request.output:
-            self._finish_if_complete(request)
-
-    def _finish_if_complete(self, request: Request) -> None:
-        """A resumed request whose last token ended it before the scheduler that knew was lost."""
-        last = request.output[-1]
-        if last in request.stops and len(request.output) > request.min_tokens:
-            self._core.lifecycle.finish(request, Finish(FinishReason.STOP, matched_token=last))
-        elif len(request.output) >= request.max_tokens:
-            self._core.lifecycle.finish(request, Finish(FinishReason.LENGTH))
+            core.resume(request)
 
     def _abort(self, identity: bytes, message: AbortRequest) -> None:
         for request_id in message.request_ids:
@@ -167,6 +162,7 @@ class Handlers:
             return
         try:
             core.settler.settle(worker, step, message)
+            core.masking.look(worker)
         except Exception:
             core.metrics.count("internal_errors")
             log.exception("result could not be settled", worker=worker.key, step_id=step.step_id)

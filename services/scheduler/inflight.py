@@ -19,6 +19,7 @@ class Chunk:
     start: int
     end: int
     sample: bool
+    tokens: bytes = b""  # int32; empty: the request's prefill has them
 
 
 @dataclass(slots=True)
@@ -35,6 +36,16 @@ class StepPlan:
     budget: int = 0  # tokens this step may still take
     prefill_tokens: int = 0
     cached_tokens: int = 0
+    masked: list[Request] = field(default_factory=list)  # whose rows sample under a mask
+    masked_slots: array[int] = field(default_factory=lambda: array("i"))
+
+    def mask(self, request: Request) -> None:
+        """The request's row is planned, and its sample must obey a constraint."""
+        guide = request.guide
+        assert guide is not None
+        guide.sample_at = request.dispatched
+        self.masked.append(request)
+        self.masked_slots.append(request.slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,8 @@ class InflightStep:
     chunks: list[Chunk]
     dispatched_at: float
     num_samples: int
+    masked: list[Request] = field(default_factory=list)
+    masked_slots: bytes = b""
 
     def rows(self) -> Iterator[Request]:
         """The request of every row; one may have several over steps, one in each."""

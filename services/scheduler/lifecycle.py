@@ -33,7 +33,7 @@ def abort(message: str, status: int = 499) -> Finish:
 class Lifecycle:
     """`touch(request)` is called whenever a detokenizer must hear something about it.
 
-    WAITING --start--> RUNNING --finish--> FINISHED --forget--> (gone)
+    (COMPILING --admit-->) WAITING --start--> RUNNING --finish--> FINISHED --forget--> (gone)
        ^                  |
        +-- SUSPENDED <----+ suspend: pages ran out, the worker was lost or leaves
            (until no row is in flight)
@@ -67,6 +67,25 @@ class Lifecycle:
         self.waiting.add(request)
         self._touch(request)
 
+    def compile(self, request: Request, cancel: Callable[[], None]) -> None:
+        """Its constraint is being compiled; `cancel` gives that up. No detokenizer hears of it yet."""
+        self.requests[request.request_id] = request
+        request.state = State.COMPILING
+        request.cancel = cancel
+
+    def admit(self, request: Request) -> None:
+        """Its constraint is compiled."""
+        request.state = State.WAITING
+        request.cancel = None
+        self.accept(request)
+
+    def dismiss(self, request: Request) -> None:
+        """Its constraint cannot be compiled: it was never here."""
+        if self.requests.get(request.request_id) is request:
+            del self.requests[request.request_id]
+        request.state = State.FINISHED
+        request.cancel = None
+
     def start(self, request: Request) -> None:
         """It has a seat now."""
         self.waiting.remove(request)
@@ -88,6 +107,8 @@ class Lifecycle:
             self.seats.leave(request)
         elif request.state is State.SUSPENDED:
             self.suspended.pop(request.request_id, None)
+        elif request.cancel is not None:
+            request.cancel()
         else:
             self.waiting.remove(request)
         request.state = State.FINISHED
@@ -136,6 +157,8 @@ class Lifecycle:
         # Whoever has rows here has none elsewhere, so none is left, not even of a step that could not be sent.
         for request in (*computing, *seated):
             request.inflight_rows = 0
+            if request.guide is not None:
+                request.guide.lose_rows()
         for request in dict.fromkeys((*computing, *seated)):
             if request.faults >= MAX_FAULTS:
                 self.finish(request, error(f"{request.faults} workers failed while computing this request"))

@@ -24,6 +24,7 @@ COUNTERS = (
     "cache_miss_tokens",
     "prompt_tokens",
     "decode_tokens",
+    "forced_tokens",
     "recomputed_tokens",
     "evicted_tokens",
     "retractions",
@@ -47,6 +48,7 @@ class Metrics:
     def __init__(self, clock: Clock, decode_log_interval: int) -> None:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.queue_time = Histogram()
+        self.mask_time = Histogram()
         self.turns = 0
         self._clock = clock
         self._decode_log_interval = decode_log_interval

@@ -8,6 +8,7 @@ from __future__ import annotations
 import structlog
 
 from services.scheduler.inflight import Chunk, StepPlan
+from services.scheduler.jumping import add_jumps, choose_turns
 from services.scheduler.lifecycle import Lifecycle, error
 from services.scheduler.metrics import Metrics
 from services.scheduler.radix_tree import Lease, RadixTree
@@ -43,17 +44,19 @@ class Planner:
         plan = StepPlan(budget=worker.step_tokens)
         worker.shortage *= SHORTAGE_DECAY
         self._seats.reclaim(worker)
-        self._grow_decoding(plan, worker)
+        jumps = choose_turns(worker) if worker.guided else []
+        self._grow(plan, worker, [*worker.collect_decoding(), *jumps])
         self._decode(plan, worker)
+        add_jumps(plan, worker, self._seats, jumps)
         self._continue_prefills(plan, worker)
         self._admit(plan, worker)
         return plan if plan.decode or plan.chunks or worker.closes else None
 
     # Decode rows: every running request has its place in every step.
 
-    def _grow_decoding(self, plan: StepPlan, worker: Worker) -> None:
-        """Give each decode row the page it writes; where pages run out, the youngest lose their seats."""
-        growing = [request for request in worker.collect_decoding() if request.dispatched >= request.capacity]
+    def _grow(self, plan: StepPlan, worker: Worker, rows: list[Request]) -> None:
+        """Give each row the page it writes first; where pages run out, the youngest lose their seats."""
+        growing = [request for request in rows if request.dispatched >= request.capacity]
         if not growing:
             return
         pages = self._seats.take_pages(worker, len(growing))
@@ -98,6 +101,10 @@ class Planner:
             request.inflight_rows += 1
         if ends:
             worker.decoding = None
+        if worker.guided:
+            for request in rows:
+                if request.guide is not None:
+                    plan.mask(request)
 
     # Prefill chunks share what the decode rows leave.
 
@@ -121,6 +128,8 @@ class Planner:
         if last:
             worker.prefilling.remove(request)
             worker.decoding = None
+            if request.guide is not None and request.max_tokens > 0:
+                plan.mask(request)
 
     # Admission: whoever placement proposes, as long as there is room.
 
@@ -140,8 +149,8 @@ class Planner:
 
     def _admit_one(self, plan: StepPlan, worker: Worker, request: Request) -> bool:
         """Seat one request. False: nobody behind it may be seated in this step either."""
-        if still_blocked(request, worker):
-            return True
+        if still_blocked(request, worker) or (request.guide is not None and request.guide.filling):
+            return True  # a job of a lost worker may still hold its state
         match = self._tree.match(request.namespace, request.tokens(0, request.match_limit()))
         if self._waits_for_prefix(plan, worker, request, match.num_tokens(worker.key)):
             return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from services.scheduler.scores import ScoreLog
@@ -12,6 +13,7 @@ from shared.messages.request import GenerateRequest
 from shared.messages.stream import Finish, Scores
 
 if TYPE_CHECKING:
+    from services.scheduler.guide import Guide
     from services.scheduler.outbox import Detokenizer
     from services.scheduler.placement import Placed
     from services.scheduler.radix_tree import Lease
@@ -47,6 +49,7 @@ class Request:
         "blocked_until",
         "blocker",
         "cached_tokens",
+        "cancel",
         "capacity",
         "check_at",
         "deadline",
@@ -57,6 +60,7 @@ class Request:
         "finish",
         "finished_at",
         "frontend",
+        "guide",
         "hit_age",
         "hit_tokens",
         "inflight_rows",
@@ -114,6 +118,8 @@ class Request:
         self.faults = 0  # workers that failed while computing it
         self.resumed = False
         self.inflight_rows = 0
+        self.guide: Guide | None = None  # leads a constrained request; survives every suspend and resume
+        self.cancel: Callable[[], None] | None = None  # gives up compiling its constraint
         self.blocker: Request | None = None  # computes the next page this one needs
         self.blocked_until = 0
         self.placement: Placed | None = None  # where it was to go a moment ago
@@ -220,6 +226,9 @@ class Request:
 
     def set_check(self, page_size: int) -> None:
         """Next output length at which a page has been filled or the limit is reached."""
+        if self.guide is not None:
+            self.check_at = 0  # every token of it is looked at
+            return
         settled = self.known - 1
         to_fill = page_size - settled % page_size
         self.check_at = min(len(self.output) + to_fill, self.max_tokens)

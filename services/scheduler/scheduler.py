@@ -28,7 +28,8 @@ class Scheduler:
     """Messages come in by `receive`; everything else happens in `turn`, which `run` calls when something is due."""
 
     def __init__(self, config: SchedulerConfig, epoch: int, edges: Edges, clock: Clock) -> None:
-        self.core = Core(config, epoch, edges, clock)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.core = Core(config, epoch, edges, clock, self.post)
         self.handlers = Handlers(self.core)
         self.wake = asyncio.Event()
         self.idle = asyncio.Event()  # set while no request is live
@@ -43,6 +44,13 @@ class Scheduler:
         self._inbox.append((handler, identity, message))
         self.wake.set()
 
+    def post(self, work: Callable[[], None]) -> None:
+        """Have `work` done in the next turn; may be called on any thread once `run` has begun."""
+        if self._loop is None:
+            self.receive(_do, b"", work)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.receive, _do, b"", work)
+
     def disconnected(self, probe: Callable[[], None]) -> None:
         """A connection of the edge that `probe` asks about has broken."""
         self._probes.add(probe)
@@ -50,6 +58,7 @@ class Scheduler:
 
     async def run(self) -> None:
         """Until cancelled. Between two turns nothing runs but timers for what is due."""
+        self._loop = asyncio.get_running_loop()
         while True:
             await self.wake.wait()
             self.wake.clear()
@@ -118,13 +127,14 @@ class Scheduler:
         """Dispatch steps while the worker has credit and there is something to do."""
         core = self.core
         try:
-            while worker.has_credit and worker in core.fleet:
+            while worker.has_credit and worker in core.fleet and not worker.masking:
                 plan = core.planner.plan(worker)
                 if plan is None:
                     return
                 if not core.fleet.send(worker, dispatch.build(plan, worker, core.epoch)):
                     return
                 dispatch.record(plan, worker, core.seats, core.metrics, core.clock.now())
+                core.masking.look(worker)
                 used = worker.hello.num_pages - core.seats.available(worker)
                 core.metrics.log_step(worker, plan, used / worker.hello.num_pages, len(core.waiting))
         except Exception:
@@ -160,3 +170,7 @@ class Scheduler:
     def _on_timer(self) -> None:
         self._timer = None
         self.wake.set()
+
+
+def _do(identity: bytes, work: Callable[[], None]) -> None:
+    work()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import structlog
 
+from services.scheduler.guide import Guide
 from services.scheduler.inflight import InflightStep
 from services.scheduler.lifecycle import Lifecycle, error
+from services.scheduler.masking import Masking
 from services.scheduler.metrics import Metrics
 from services.scheduler.outbox import Outbox
 from services.scheduler.request import Request, State
@@ -21,10 +23,11 @@ log = structlog.get_logger(__name__)
 class Settler:
     """Results are settled by position: row i of the result is row i of the step, whoever sits in its slot now."""
 
-    def __init__(self, seats: Seats, lifecycle: Lifecycle, outbox: Outbox, metrics: Metrics) -> None:
+    def __init__(self, seats: Seats, lifecycle: Lifecycle, outbox: Outbox, masking: Masking, metrics: Metrics) -> None:
         self._seats = seats
         self._lifecycle = lifecycle
         self._outbox = outbox
+        self._masking = masking
         self._metrics = metrics
         self._page_size = seats.tree.page_size
 
@@ -60,6 +63,9 @@ class Settler:
 
     def _look_at(self, request: Request, token: int) -> None:
         """The token may end the request, fill a page, or be one that a suspended request waits for."""
+        if request.guide is not None:
+            self._follow(request, request.guide, token)
+            return
         count = len(request.output)
         if token in request.stops and count > request.min_tokens:
             self._lifecycle.finish(request, Finish(FinishReason.STOP, matched_token=token))
@@ -73,6 +79,38 @@ class Settler:
             request.check_at = min(count + self._page_size - over, request.max_tokens)
         else:
             self._lifecycle.settled(request)
+
+    def _follow(self, request: Request, guide: Guide, token: int) -> None:
+        """A token under a constraint: what it forces is output too. The state hears of all of it with the next mask."""
+        output = request.output
+        if guide.ending:
+            output.pop()  # of a row that was on its way when forced tokens used up the budget
+            return
+        forced = guide.take_forced()
+        if forced and token != forced[0]:
+            self._lifecycle.finish(request, error("the worker sampled a token that its mask forbids"))
+            return
+        if request.state is State.RUNNING:
+            written = request.prompt_length + len(output) - 1  # the new token has no KV yet
+            self._seats.store(request, written - written % self._page_size)
+        if self._stops(request, token):
+            return
+        self._metrics.count("forced_tokens", max(len(forced) - 1, 0))
+        for known in forced[1:]:
+            output.append(known)
+            if self._stops(request, known):
+                return
+        if len(output) >= request.max_tokens:
+            self._masking.judge(request)
+        elif request.state is not State.RUNNING:
+            self._lifecycle.settled(request)
+
+    def _stops(self, request: Request, token: int) -> bool:
+        """End the request where its last token is a stop token."""
+        ends = token in request.stops and len(request.output) > request.min_tokens
+        if ends:
+            self._lifecycle.finish(request, Finish(FinishReason.STOP, matched_token=token))
+        return ends
 
     def _settle_chunks(self, step: InflightStep, tokens: list[int]) -> None:
         sampled = iter(tokens)

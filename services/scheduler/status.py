@@ -112,7 +112,10 @@ class StatusBoard:
                 "scheduler",
                 "scheduler",
                 self._core.metrics.gauges(),
-                {"queue_time": self._core.metrics.queue_time.snapshot()},
+                {
+                    "queue_time": self._core.metrics.queue_time.snapshot(),
+                    "mask_seconds": self._core.metrics.mask_time.snapshot(),
+                },
             )
         ]
         services += [

@@ -43,12 +43,15 @@ class Worker:
         self.pool = PagePool(hello.num_pages)
         self.free_slots = list(range(hello.max_slots - 1, -1, -1))
         self.running: dict[int, Request] = {}  # by slot
+        self.guided: dict[int, Request] = {}  # those of `running` that obey a constraint
         self.prefilling: list[Request] = []  # those with prompt left to dispatch, oldest admission first
         self.decoding: list[Request] | None = None  # None: to be collected again; the list itself never changes
         self.decode_slots = b""
         self.closes: array[int] = array("i")  # slots the next command closes
         self.inflight: deque[InflightStep] = deque()
         self.next_step_id = 0
+        self.masking = False  # the masks of its oldest step are being filled
+        self.masks_asked = -1  # the last step whose masks were asked for
         self.shortage = 0.0  # how short of pages it was lately, 0 .. 1
         self.candidates: list[Request] = []  # who may be admitted in this turn
         self.last_heard = now
@@ -85,6 +88,7 @@ class Worker:
                 request
                 for request in self.running.values()
                 if request.prefill_end <= request.dispatched < request.row_end
+                and (request.guide is None or not request.guide.resting)
             ]
             self.decoding = rows
             self.decode_slots = ints.pack(request.slot for request in rows)
@@ -93,6 +97,8 @@ class Worker:
     def seat(self, request: Request) -> int:
         slot = self.free_slots.pop()
         self.running[slot] = request
+        if request.guide is not None:
+            self.guided[slot] = request
         self.prefilling.append(request)
         self.decoding = None
         return slot
@@ -101,6 +107,7 @@ class Worker:
         """The slot is free at once: the next command closes it before it opens any."""
         slot = request.slot
         del self.running[slot]
+        self.guided.pop(slot, None)
         if request in self.prefilling:
             self.prefilling.remove(request)
         self.decoding = None

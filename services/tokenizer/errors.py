@@ -120,6 +120,7 @@ def from_rejection(message: RequestRejected) -> ApiError:
     return ApiError(
         status,
         message.detail or f"The request was refused: {message.code}.",
+        param=message.detail.partition(":")[0] or None if message.code == "bad_constraint" else None,
         code=REJECT_CODE.get(message.code, message.code),
         retry_after=retry_after if status in (429, 503) else None,
     )

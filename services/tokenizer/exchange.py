@@ -26,6 +26,7 @@ log = structlog.get_logger(__name__)
 
 INLINE_WEIGHT = 2000  # larger answers are put together in the thread pool
 ADMISSION_WAIT_S = 0.1  # a refusal that comes within this time is a status, not an event
+COMPILE_WAIT_S = 10.0  # the same while a constraint may be compiled
 
 
 class Answerer(Protocol):
@@ -121,7 +122,9 @@ class Exchange(Response):
 
     async def _stream(self) -> Response:
         """Headers go out with the first news, or soon without: until then a refusal still has its status."""
-        timer = asyncio.get_running_loop().call_later(ADMISSION_WAIT_S, self._group.nudge)
+        constrained = any(stream.request.constraint is not None for stream in self._group.streams)
+        patience = COMPILE_WAIT_S if constrained else ADMISSION_WAIT_S
+        timer = asyncio.get_running_loop().call_later(patience, self._group.nudge)
         await self._group.wait()
         timer.cancel()
         for stream in self._group.streams:

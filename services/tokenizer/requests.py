@@ -17,7 +17,7 @@ from services.tokenizer.errors import invalid, too_long
 from services.tokenizer.sampling import SeedSource
 from services.tokenizer.streams import Group
 from shared import ints
-from shared.messages.request import GenerateRequest, SamplingParams
+from shared.messages.request import Constraint, GenerateRequest, SamplingParams
 
 
 class Prompt(msgspec.Struct, kw_only=True):
@@ -38,6 +38,7 @@ class Prompt(msgspec.Struct, kw_only=True):
     spaces_between_special_tokens: bool = True
     stream: bool = False
     priority: int = 0
+    constraint: Constraint | None = None
 
 
 def new_rid() -> str:
@@ -80,6 +81,7 @@ def make_group(prompts: Sequence[Prompt], seeds: SeedSource) -> Group:
                 prompt_ids=ids,
                 sampling=msgspec.structs.replace(prompt.params, seed=sampling.mix(seed, choice)),
                 namespace=prompt.namespace,
+                constraint=prompt.constraint,
                 stop_strings=prompt.stop_strings,
                 no_stop_trim=prompt.no_stop_trim,
                 skip_special_tokens=prompt.skip_special_tokens,

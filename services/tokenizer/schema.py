@@ -13,7 +13,22 @@ StrOrList = str | list[str] | None
 Ids = list[int]
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class ConstraintFields(msgspec.Struct, kw_only=True):
+    """What the output must conform to: at most one of the first six."""
+
+    regex: str | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    ebnf: str | None = None
+    lark: str | None = None
+    choice: list[str] | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    best_effort: bool | None = None
+    complete_within_budget: bool | None = None
+    jump_forward: bool | None = None
+    any_whitespace: bool | None = None
+
+
+class SamplingFields(ConstraintFields, kw_only=True):
     """How tokens are chosen, in the words of the OpenAI endpoints and their usual extensions."""
 
     max_tokens: int | None = None
@@ -53,6 +68,8 @@ class OpenAIFields(SamplingFields, kw_only=True):
     extra_key: StrOrList = None
     cache_salt: str | None = None
     priority: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
 
 class ChatBody(OpenAIFields, kw_only=True):
@@ -67,7 +84,6 @@ class ChatBody(OpenAIFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     parallel_tool_calls: bool | None = None
@@ -92,10 +108,9 @@ class CompletionBody(OpenAIFields, kw_only=True):
     logprobs: int | None = None
     suffix: str | None = None
     parse_special: bool | None = None
-    response_format: dict[str, Any] | None = None
 
 
-class NativeSampling(msgspec.Struct, kw_only=True):
+class NativeSampling(ConstraintFields, kw_only=True):
     """`sampling_params` of /generate."""
 
     max_new_tokens: int | None = None
@@ -179,7 +194,7 @@ class AbortBody(msgspec.Struct, kw_only=True):
     abort_all: bool | None = None
 
 
-_CONSTRAINT = "constrained output is not supported by this server yet"
+_GUIDED = "use regex, json_schema, ebnf or choice"
 _MULTIMODAL = "this model takes text only"
 _ADAPTER = "adapters are not supported"
 _EMBEDDINGS = "embeddings as input are not supported"
@@ -187,7 +202,6 @@ _DISAGGREGATION = "prefill/decode disaggregation is not supported"
 _CODE = "custom code is not accepted from requests"
 _SESSION = "sessions are not supported yet"
 
-CONSTRAINT_FIELDS = dict.fromkeys(("regex", "json_schema", "ebnf", "structural_tag"), _CONSTRAINT)
 _COMMON = {
     "lora_path": _ADAPTER,
     "lora_id": _ADAPTER,
@@ -205,17 +219,15 @@ _COMMON = {
 }
 REFUSED_OPENAI = {
     **_COMMON,
-    **CONSTRAINT_FIELDS,
     "functions": "use tools",
     "function_call": "use tool_choice",
     "audio": _MULTIMODAL,
     "prediction": "predicted outputs are not supported",
     "web_search_options": "web search is not supported",
-    "guided_regex": _CONSTRAINT,
-    "guided_json": _CONSTRAINT,
-    "guided_grammar": _CONSTRAINT,
-    "guided_choice": _CONSTRAINT,
-    "structured_outputs": _CONSTRAINT,
+    "guided_regex": _GUIDED,
+    "guided_json": _GUIDED,
+    "guided_grammar": _GUIDED,
+    "guided_choice": _GUIDED,
     "chat_template": "templates are not accepted from requests",
     "documents": "documents are not supported",
     "input_ids": "use /generate for token ids",
@@ -228,6 +240,6 @@ REFUSED_GENERATE = {
     "audio_data": _MULTIMODAL,
     "modalities": _MULTIMODAL,
 }
-REFUSED_SAMPLING = {**CONSTRAINT_FIELDS, "custom_params": _CODE, "beam_width": "beam search is not supported"}
+REFUSED_SAMPLING = {"custom_params": _CODE, "beam_width": "beam search is not supported"}
 
 ToolChoice = Literal["none", "auto", "required"]

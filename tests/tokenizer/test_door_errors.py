@@ -36,6 +36,7 @@ def sampled(**fields: Any) -> tuple[str, dict[str, Any]]:
     return generate(sampling_params=fields)
 
 
+SCHEMA_PATH = "response_format.json_schema.schema"
 TOO_LONG = "hello " * (CONTEXT + 40)
 BAD: list[tuple[tuple[str, dict[str, Any]], str | None, str | None]] = [
     # request, parameter, code
@@ -91,9 +92,17 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str | None, str | None]] = [
     (chat(chat_template="{{ 1 }}"), "chat_template", "unsupported_parameter"),
     (chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs", "invalid_value"),
     (chat(continue_final_message=True), "continue_final_message", None),
-    (chat(regex="a+"), "regex", "unsupported_parameter"),
-    (chat(ebnf="root ::= 'a'"), "ebnf", "unsupported_parameter"),
-    (chat(response_format={"type": "json_object"}), "response_format", "unsupported_parameter"),
+    (chat(guided_regex="a+"), "guided_regex", "unsupported_parameter"),
+    (chat(regex="a+", ebnf="root ::= 'a'"), "ebnf", "invalid_value"),
+    (chat(regex="a+", response_format={"type": "json_object"}), "response_format", "invalid_value"),
+    (chat(regex="a+", best_effort=True), "best_effort", "unsupported_parameter"),
+    (chat(regex="a+", any_whitespace=True), "any_whitespace", "invalid_value"),
+    (chat(complete_within_budget=True), "complete_within_budget", "invalid_value"),
+    (chat(response_format={"type": "xml"}), "response_format.type", "invalid_value"),
+    (chat(response_format={"type": "json_schema"}), SCHEMA_PATH, "missing_required_parameter"),
+    (chat(response_format={"type": "json_object", "a": 1}), "response_format.a", "unsupported_parameter"),
+    (chat(structured_outputs={"regex": ["a"]}), "structured_outputs.regex", "invalid_type"),
+    (chat(structured_outputs={"backend": "x"}), "structured_outputs.backend", "unsupported_parameter"),
     (chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools", "unsupported_parameter"),
     (chat(tool_choice="required"), "tool_choice", "invalid_value"),
     (chat(lora_path="x"), "lora_path", "unsupported_parameter"),
@@ -113,7 +122,8 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str | None, str | None]] = [
     (complete(best_of=3), "best_of", "unsupported_parameter"),
     (complete(suffix="x"), "suffix", "unsupported_parameter"),
     (complete(logprobs=1000), "logprobs", "out_of_range"),
-    (complete(json_schema="{}"), "json_schema", "unsupported_parameter"),
+    (complete(json_schema=3), "json_schema", "invalid_type"),
+    (complete(choice="a"), "choice", "invalid_type"),
     (complete(prompt=["a"] * 600), "n", "out_of_range"),
     (("/generate", {}), "text", "missing_required_parameter"),
     (generate(input_ids=[1]), "text", "missing_required_parameter"),
@@ -129,8 +139,9 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str | None, str | None]] = [
     (generate(text=["a", "b"], rid=["x", "x"]), "rid", "duplicate_id"),
     (generate(text=["a", "b"], sampling_params=[{}]), "sampling_params", "invalid_value"),
     (generate(text=["a", "b"], sampling_params=[{"n": 1}, {"n": 2}]), "sampling_params.n", "invalid_value"),
-    (sampled(regex="a"), "sampling_params.regex", "unsupported_parameter"),
-    (sampled(json_schema="{}"), "sampling_params.json_schema", "unsupported_parameter"),
+    (sampled(regex=1), "sampling_params.regex", "invalid_type"),
+    (sampled(json_schema="{}", lark="x"), "sampling_params.lark", "invalid_value"),
+    (sampled(jump_forward=True), "sampling_params.jump_forward", "invalid_value"),
     (sampled(temperature=-1), "sampling_params.temperature", "out_of_range"),
     (sampled(max_new_tokens=-1), "sampling_params.max_new_tokens", "out_of_range"),
     (sampled(max_new_tokens="x"), "sampling_params.max_new_tokens", "invalid_type"),

@@ -36,6 +36,7 @@ class RowOutcome(Struct, frozen=True):
     stopped: bool = False
     error: str = ""
     elapsed_ms: float = 0.0
+    complete: bool = False  # of a verdict: the text satisfies its grammar as it is
 
 
 class FilledMasks(Struct, frozen=True):
@@ -67,6 +68,10 @@ class MaskFiller:
         for chunk in range(chunks):
             self._pool.submit(batch.run, chunk)
         return answer
+
+    def judge(self, state: ConstraintState, accepted: tuple[int, ...]) -> Future[RowOutcome]:
+        """Whether the text is complete after its last tokens; no mask is filled."""
+        return self._pool.submit(judge_row, state, accepted)
 
     def close(self) -> None:
         """Finish what was submitted."""
@@ -118,3 +123,13 @@ def fill_row(job: RowJob, row: NDArray[np.int32]) -> RowOutcome:
         row[:] = ALL_ALLOWED
         forced, stopped = (), False
     return RowOutcome(forced, stopped, error, 1e3 * (time.perf_counter() - started))
+
+
+def judge_row(state: ConstraintState, accepted: tuple[int, ...]) -> RowOutcome:
+    """The verdict on a text that has its last token; like `fill_row` it never raises."""
+    try:
+        if not state.advance(accepted):
+            return RowOutcome(error=state.error or "the token is not allowed")
+        return RowOutcome(stopped=state.is_stopped, complete=state.is_complete)
+    except Exception as failure:  # as in fill_row: it concerns this request alone
+        return RowOutcome(error=f"{type(failure).__name__}: {failure}")

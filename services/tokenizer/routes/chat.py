@@ -18,7 +18,6 @@ from services.tokenizer.requests import Prompt
 from services.tokenizer.routes.openai_fields import (
     model_defaults,
     prompt_options,
-    refuse_constraints,
     single,
     stream_options,
 )
@@ -54,7 +53,6 @@ def router(context: Context) -> APIRouter:
 
 async def _answer(context: Context, wishes: ChatBody, unknown: list[str]) -> Response:
     context.check_model(wishes.model)
-    refuse_constraints(wishes.response_format)
     n = sampling.choices(wishes, Names(), 1, context.config.max_batch_size)
     timer = RequestTimer(context.measurements, n, streaming=bool(wishes.stream))
     options = stream_options(wishes)

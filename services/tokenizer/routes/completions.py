@@ -17,7 +17,7 @@ from services.tokenizer.openapi import takes
 from services.tokenizer.render.completions import CompletionAnswerer, EchoedPrompt
 from services.tokenizer.render.usage import Counts
 from services.tokenizer.requests import Prompt
-from services.tokenizer.routes.openai_fields import model_defaults, prompt_options, refuse_constraints, stream_options
+from services.tokenizer.routes.openai_fields import model_defaults, prompt_options, stream_options
 from services.tokenizer.sampling import Names, ScoreWishes
 from services.tokenizer.schema import REFUSED_OPENAI, CompletionBody
 from shared.messages.request import SamplingParams
@@ -40,7 +40,6 @@ def router(context: Context) -> APIRouter:
 
 async def _answer(context: Context, wishes: CompletionBody, unknown: list[str]) -> Response:
     context.check_model(wishes.model)
-    refuse_constraints(wishes.response_format)
     texts = split_prompts(wishes.prompt, "prompt")
     n = sampling.choices(wishes, Names(), len(texts), context.config.max_batch_size)
     timer = RequestTimer(context.measurements, n * len(texts), streaming=bool(wishes.stream))

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.tokenizer import body, requests, sampling, sse, validation
+from services.tokenizer import body, constraints, requests, sampling, sse, validation
 from services.tokenizer.context import Context
 from services.tokenizer.errors import invalid
 from services.tokenizer.metrics import RequestTimer
@@ -163,6 +163,7 @@ class _Generation:
                 skip_special_tokens=fields.skip_special_tokens is not False,
                 spaces_between_special_tokens=fields.spaces_between_special_tokens is not False,
                 stream=bool(wishes.stream),
+                constraint=constraints.read(fields, NAMES),
                 priority=wishes.priority or 0,
             )
             requests.settle_length(prompt, context.limit, context.config.strict_length, param, NAMES("max_tokens"))

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.tokenizer import requests, sampling, validation
+from services.tokenizer import constraints, requests, sampling, validation
 from services.tokenizer.context import Context
 from services.tokenizer.errors import invalid
 from services.tokenizer.sampling import Names
 from services.tokenizer.schema import OpenAIFields, StreamOptions
-
-
-def refuse_constraints(response_format: dict[str, Any] | None) -> None:
-    """Anything but plain text would constrain the output, which is not possible yet: never ignored in silence."""
-    if response_format and response_format.get("type") != "text":
-        raise invalid(
-            "response_format other than text is not supported by this server yet.",
-            "response_format",
-            "unsupported_parameter",
-        )
 
 
 def stream_options(wishes: OpenAIFields) -> StreamOptions:
@@ -54,5 +44,6 @@ def prompt_options(wishes: OpenAIFields) -> dict[str, Any]:
         "skip_special_tokens": wishes.skip_special_tokens is not False,
         "spaces_between_special_tokens": wishes.spaces_between_special_tokens is not False,
         "stream": bool(wishes.stream),
+        "constraint": constraints.read(wishes, Names(), wishes.response_format, wishes.structured_outputs),
         "priority": wishes.priority or 0,
     }

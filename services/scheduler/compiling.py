@@ -1,0 +1,142 @@
+"""Requests whose constraint is being compiled: they hold no seat and no place in the queue. Leaves how to the compiler.
+
+arrival --take--> COMPILING --admit--> WAITING, behind whoever came meanwhile
+                      \\-----refuse--> (gone): it was never let in
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+import structlog
+
+from services.scheduler.constraint.compiler import Compiler
+from services.scheduler.constraint.errors import CompilerBusy, ConstraintError
+from services.scheduler.constraint.process import ProcessGone
+from services.scheduler.constraint.vocabulary import VocabularyError
+from services.scheduler.frontends import Frontends
+from services.scheduler.guide import Guide
+from services.scheduler.lifecycle import Lifecycle, error
+from services.scheduler.masking import WORD_BITS, Post
+from services.scheduler.metrics import Metrics
+from services.scheduler.request import Request
+from shared.messages.request import RejectCode, RequestRejected
+
+log = structlog.get_logger(__name__)
+
+RETRY_AFTER_S = 1.0
+UNAVAILABLE = "constraints are not available:"
+
+
+class Compiling:
+    """`admitted(request)` is called for each one that now waits for a seat.
+
+    `vocab_size()` is that of the workers; 0 as long as there is none.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        lifecycle: Lifecycle,
+        frontends: Frontends,
+        metrics: Metrics,
+        post: Post,
+        admitted: Callable[[Request], None],
+        vocab_size: Callable[[], int],
+    ) -> None:
+        self._model_path = model_path
+        self._lifecycle = lifecycle
+        self._frontends = frontends
+        self._metrics = metrics
+        self._post = post
+        self._admitted = admitted
+        self._vocab_size = vocab_size
+        self._starting: asyncio.Task[Compiler | str] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Load the tokenizer and start the compiling processes, beside the loop."""
+        if self._model_path:
+            self._starting = asyncio.create_task(self._start())
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        starting = self._starting
+        if starting is None:
+            return
+        if not starting.done():
+            starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            compiler = await starting
+            if isinstance(compiler, Compiler):
+                await compiler.close()
+
+    def take(self, request: Request) -> None:
+        """It waits here until its constraint is compiled; ending it cancels that."""
+        task = asyncio.create_task(self._compile(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._lifecycle.compile(request, lambda: None if task.done() else _cancel(task))
+
+    async def _start(self) -> Compiler | str:
+        """The compiler, or why there is none."""
+        try:
+            return await Compiler.start(self._model_path)
+        except (VocabularyError, ProcessGone, OSError, ValueError) as failure:
+            log.warning("no constraints", reason=str(failure))
+            return f"the model's tokenizer cannot be used: {failure}"
+
+    async def _compile(self, request: Request) -> None:
+        try:
+            guide = await self._guide(request)
+        except ConstraintError as bad:
+            self._post(partial(self._refuse, request, "bad_constraint", str(bad)))
+        except CompilerBusy as busy:
+            self._post(partial(self._refuse, request, "queue_full", str(busy)))
+        except Exception:
+            log.exception("constraint could not be compiled", request_id=request.request_id)
+            self._post(partial(self._lifecycle.finish, request, error("internal error")))
+        else:
+            self._post(partial(self._admit, request, guide))
+
+    async def _guide(self, request: Request) -> Guide:
+        message = request.message
+        constraint = message.constraint
+        assert constraint is not None
+        assert self._starting is not None
+        compiler = await asyncio.shield(self._starting)
+        if isinstance(compiler, str):
+            raise ConstraintError(constraint.kind, f"{UNAVAILABLE} {compiler}")
+        words, vocab_size = compiler.vocabulary.words, self._vocab_size()
+        if vocab_size and words > -(-vocab_size // WORD_BITS):
+            raise ConstraintError(constraint.kind, f"{UNAVAILABLE} the tokenizer has more tokens than the model")
+        grammar = await compiler.compile(constraint)
+        state = grammar.state(
+            request.max_tokens,
+            complete_within_budget=constraint.complete_within_budget,
+            jump_forward=constraint.jump_forward,
+            thinking_end=message.thinking_end_id,
+        )
+        return Guide(state, compiler.vocabulary.eos_ids[0])
+
+    def _admit(self, request: Request, guide: Guide) -> None:
+        if request.live:
+            request.guide = guide
+            self._lifecycle.admit(request)
+            self._admitted(request)
+
+    def _refuse(self, request: Request, code: RejectCode, detail: str) -> None:
+        if request.live:
+            self._metrics.count("requests_rejected")
+            self._lifecycle.dismiss(request)
+            retry_after = RETRY_AFTER_S if code == "queue_full" else 0.0
+            self._frontends.send(request.frontend, RequestRejected(request.request_id, code, detail, retry_after))
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()

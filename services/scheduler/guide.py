@@ -1,0 +1,79 @@
+"""What leads one constrained request: its state and how far its rows have got. Leaves jobs and messages to masking.
+
+    known tokens                     forced     row_end
+    |<------ prompt, output ------->|<------->|
+    0 ............ dispatched ........ sample_at
+                   (KV written by dispatched commands; the last sampling row samples the token at `sample_at`)
+
+A decode row reads the slot's own last sample. Where more tokens are known than that one, they go as one chunk.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from services.scheduler.constraint.state import ConstraintState
+from shared import ints
+
+if TYPE_CHECKING:
+    from services.scheduler.request import Request
+
+
+class Turn(enum.Enum):
+    """What a seated request does in the next step."""
+
+    DECODE = enum.auto()
+    JUMP = enum.auto()  # several known tokens as one chunk
+    REST = enum.auto()  # nothing is left to compute, or nothing can be computed yet
+
+
+class Guide:
+    __slots__ = ("ending", "eos_id", "filling", "forced", "resting", "sample_at", "state", "taken")
+
+    def __init__(self, state: ConstraintState, eos_id: int) -> None:
+        self.state = state
+        self.eos_id = eos_id
+        self.taken = 0  # output tokens the state was given
+        self.filling = False  # a job holds the state
+        self.ending = False  # the output has its last token, only the verdict is missing
+        self.forced: tuple[int, ...] = ()  # what the oldest row in flight samples, and what must follow it
+        self.sample_at = -1  # position of the token that the last dispatched row samples
+        self.resting = False  # takes no decode row in the next step
+
+    def take_accepted(self, request: Request) -> tuple[int, ...]:
+        """Output tokens the state has not had; it has them from now on."""
+        accepted = tuple(request.output[self.taken :])
+        self.taken = len(request.output)
+        return accepted
+
+    def keep_forced(self, request: Request, forced: tuple[int, ...]) -> None:
+        """The mask of the oldest row in flight allows only the first of these."""
+        if request.sampling.logprobs >= 0 or self.sample_at != request.known:
+            forced = forced[:1]  # each wants a score of its own, or a later row is on its way already
+        self.forced = forced
+
+    def take_forced(self) -> tuple[int, ...]:
+        """The row has come back."""
+        forced, self.forced = self.forced, ()
+        return forced
+
+    def lose_rows(self) -> None:
+        """None of its rows comes back."""
+        self.forced = ()
+
+    def turn(self, request: Request) -> Turn:
+        """Asked while its prefill is dispatched."""
+        end = request.known + len(self.forced)
+        if self.ending or end > request.row_end:
+            return Turn.REST
+        if request.dispatched == self.sample_at and end - request.dispatched <= 1:
+            return Turn.DECODE
+        return Turn.JUMP
+
+    def tokens(self, request: Request, start: int, end: int) -> bytes:
+        """Known and forced tokens at positions start .. end - 1, int32 each."""
+        known = request.known
+        if end <= known:
+            return request.tokens(start, end)
+        return request.tokens(start, known) + ints.pack(self.forced[max(start - known, 0) : end - known])

@@ -1,0 +1,63 @@
+"""The planner's pass for forced tokens: what a grammar leaves no choice about is computed as one chunk, not decoded.
+
+    step t      mask of t allows one token only: the first of the forced ones
+    step t + 1  all forced tokens as one prefill row, whose sample is the first free one
+
+Leaves finding forced tokens to the fill jobs, and decode rows to the planner.
+"""
+
+from __future__ import annotations
+
+from services.scheduler.guide import Turn
+from services.scheduler.inflight import Chunk, StepPlan
+from services.scheduler.request import Request
+from services.scheduler.seats import Seats
+from services.scheduler.worker import Worker
+
+
+def choose_turns(worker: Worker) -> list[Request]:
+    """Let every constrained request decode, jump or rest in the next step; returns those that jump."""
+    jumps = []
+    for request in worker.guided.values():
+        guide = request.guide
+        assert guide is not None
+        if request.dispatched < request.prefill_end:
+            continue
+        turn = guide.turn(request)
+        if turn is Turn.JUMP:
+            jumps.append(request)
+        resting = turn is not Turn.DECODE
+        if resting is not guide.resting:
+            guide.resting = resting
+            worker.decoding = None
+    return jumps
+
+
+def add_jumps(plan: StepPlan, worker: Worker, seats: Seats, jumps: list[Request]) -> None:
+    """One chunk each; every one of them gets at least a token of the step's budget."""
+    seated = [request for request in jumps if request.worker is worker]
+    for index, request in enumerate(seated):
+        _add_jump(plan, worker, seats, request, plan.budget - (len(seated) - index - 1))
+
+
+def _add_jump(plan: StepPlan, worker: Worker, seats: Seats, request: Request, budget: int) -> None:
+    guide = request.guide
+    assert guide is not None
+    start, last = request.dispatched, request.known + len(guide.forced)
+    end = min(last, start + budget)
+    missing = -(-end // worker.hello.page_size) - len(request.pages)
+    for page in (seats.take_pages(worker, missing) or []) if missing > 0 else []:
+        seats.append_page(request, page)
+        plan.page_slots.append(request.slot)
+        plan.page_ids.append(page)
+    end = min(end, request.capacity)
+    if end <= start:
+        return
+    tokens = guide.tokens(request, start, end)
+    plan.chunks.append(Chunk(request, request.slot, start, end, sample=end == last, tokens=tokens))
+    plan.budget -= end - start
+    plan.prefill_tokens += end - start
+    request.dispatched = end
+    request.inflight_rows += 1
+    if end == last:
+        plan.mask(request)

@@ -1,0 +1,142 @@
+"""Masks of the steps in flight: asked for when all earlier tokens are known, sent when they are filled.
+
+    result t --settle--> fill job of t + 1 (other threads) --answer--> TokenMasks(t + 1), then step t + 2 is planned
+
+A step is planned only once the masks of all older ones are on their way: what they force is part of the plan, and
+no batch waits longer than it must anyway. Every masked step is answered once, even if all of its rows have ended.
+Leaves matchers to the constraint room and what a token means to settle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from services.scheduler.constraint.masks import FilledMasks, MaskFiller, RowJob, RowOutcome
+from services.scheduler.constraint.state import ConstraintState
+from services.scheduler.fleet import Fleet
+from services.scheduler.guide import Guide
+from services.scheduler.inflight import InflightStep
+from services.scheduler.lifecycle import Lifecycle, error
+from services.scheduler.metrics import Metrics
+from services.scheduler.request import Request
+from services.scheduler.worker import Worker
+from shared.clock import Clock
+from shared.messages.step import TokenMasks
+from shared.messages.stream import Finish, FinishReason
+
+log = structlog.get_logger(__name__)
+
+WORD_BITS = 32
+STANDS_STILL = float("inf")  # the age of a step that waits for masks does not grow
+Post = Callable[[Callable[[], None]], None]
+
+
+class Filler(Protocol):
+    """What is asked of a MaskFiller."""
+
+    def submit(self, jobs: Sequence[RowJob]) -> Future[FilledMasks]: ...
+
+    def judge(self, state: ConstraintState, accepted: tuple[int, ...]) -> Future[RowOutcome]: ...
+
+    def close(self) -> None: ...
+
+
+class Masking:
+    """`post(work)` may be called on any thread and has `work` done in a turn of the loop."""
+
+    def __init__(
+        self, fleet: Fleet, lifecycle: Lifecycle, metrics: Metrics, clock: Clock, epoch: int, post: Post
+    ) -> None:
+        self._fleet = fleet
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._clock = clock
+        self._epoch = epoch
+        self._post = post
+        self._filler: Filler | None = None
+
+    def close(self) -> None:
+        if self._filler is not None:
+            self._filler.close()
+
+    def look(self, worker: Worker) -> None:
+        """Have the masks of the worker's oldest step filled, where it is owed some."""
+        step = worker.inflight[0] if worker.inflight else None
+        if step is None or not step.masked or step.step_id <= worker.masks_asked:
+            return
+        worker.masks_asked = step.step_id
+        worker.masking = True
+        worker.head_since = STANDS_STILL
+        held = [_hold(request) for request in step.masked]
+        jobs = [_job(request, guide) for request, guide in zip(step.masked, held, strict=True)]
+        answer = self._get_filler(worker.hello.vocab_size).submit(jobs)
+        answer.add_done_callback(lambda done: self._post(partial(self._answered, worker, step, held, done.result())))
+
+    def judge(self, request: Request) -> None:
+        """Its budget is used up: it ends by itself where its text is complete."""
+        guide = request.guide
+        assert guide is not None
+        assert not guide.filling
+        guide.ending = guide.filling = True
+        vocab_size = self._fleet.model.vocab_size if self._fleet.model else WORD_BITS
+        answer = self._get_filler(vocab_size).judge(guide.state, guide.take_accepted(request))
+        answer.add_done_callback(lambda done: self._post(partial(self._judged, request, guide, done.result())))
+
+    def _get_filler(self, vocab_size: int) -> Filler:
+        if self._filler is None:
+            self._filler = MaskFiller(-(-vocab_size // WORD_BITS))
+        return self._filler
+
+    def _answered(self, worker: Worker, step: InflightStep, held: list[Guide | None], filled: FilledMasks) -> None:
+        worker.masking = False
+        for guide in held:
+            if guide is not None:
+                guide.filling = False
+        owed = worker in self._fleet and bool(worker.inflight) and worker.inflight[0] is step
+        if owed:
+            worker.head_since = self._clock.now()
+            masks = TokenMasks(step.step_id, self._epoch, step.masked_slots)
+            owed = self._fleet.send(worker, masks, filled.data)
+        self._metrics.mask_time.observe(filled.elapsed_ms / 1e3)
+        for request, guide, outcome in zip(step.masked, held, filled.outcomes, strict=True):
+            if guide is not None and request.finish is None:
+                self._take_outcome(request, guide, outcome, owed)
+
+    def _take_outcome(self, request: Request, guide: Guide, outcome: RowOutcome, owed: bool) -> None:
+        if outcome.error:
+            log.warning("matcher failed", request_id=request.request_id, detail=outcome.error)
+            self._lifecycle.finish(request, error(f"the constraint could not be followed: {outcome.error}"))
+        elif outcome.stopped:
+            self._lifecycle.finish(request, Finish(FinishReason.STOP, matched_token=guide.eos_id))
+        elif owed:
+            guide.keep_forced(request, outcome.forced)
+
+    def _judged(self, request: Request, guide: Guide, outcome: RowOutcome) -> None:
+        guide.filling = False
+        if outcome.error:
+            self._lifecycle.finish(request, error(f"the constraint could not be followed: {outcome.error}"))
+        elif outcome.complete:
+            self._lifecycle.finish(request, Finish(FinishReason.STOP, matched_token=guide.eos_id))
+        else:
+            self._lifecycle.finish(request, Finish(FinishReason.LENGTH))
+
+
+def _hold(request: Request) -> Guide | None:
+    """The request's guide, where its row is still wanted and nobody else has it."""
+    guide = request.guide
+    if guide is None or request.finish is not None or guide.filling:
+        return None
+    guide.filling = True
+    return guide
+
+
+def _job(request: Request, guide: Guide | None) -> RowJob:
+    if guide is None:
+        return RowJob(None)
+    accepted = guide.take_accepted(request)
+    return RowJob(guide.state, accepted, request.max_tokens - len(request.output))
