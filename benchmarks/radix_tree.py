@@ -109,15 +109,9 @@ def microseconds(action: Callable[[], object]) -> float:
     return (time.perf_counter_ns() - begun) / 1e3
 
 
-def place(tree: RadixTree, prompt: bytes, queued: dict[str, int]) -> str:
-    """The worker with the least left to compute, its queue included."""
-    match = tree.match(b"", prompt)
-    return min(queued, key=lambda worker: queued[worker] - match.num_tokens(worker))
-
-
 @dataclass
 class Row:
-    """Medians in µs, but `match_p99`."""
+    """Medians in µs, but for `match_p99`; `cold` is a match with nothing of the tree in the processor's own caches."""
 
     tokens: int
     nodes: int
@@ -125,6 +119,7 @@ class Row:
     depth: float
     match: float
     match_p99: float
+    cold: float
     placement: float
     acquire: float
     split: float
@@ -145,7 +140,7 @@ def measure(num_tokens: int, seed: int) -> Row:
     if len(fleet.prompts) >= SAMPLES:
         asked = rng.sample(fleet.prompts, SAMPLES)
     deep = statistics.mean(depth(tree, text, worker) for text, worker in asked)
-    matches, placements = ask(fleet, asked)
+    matches, cold, placements = ask(fleet, asked)
     acquires = [acquire(tree, text, worker) for text, worker in asked]
     splits, inserts, appends = change(fleet, asked)
     gc.enable()
@@ -156,6 +151,7 @@ def measure(num_tokens: int, seed: int) -> Row:
         depth=deep,
         match=statistics.median(matches),
         match_p99=statistics.quantiles(matches, n=100)[98],
+        cold=statistics.median(cold),
         placement=statistics.median(placements),
         acquire=statistics.median(acquires),
         split=statistics.median(splits),
@@ -166,25 +162,39 @@ def measure(num_tokens: int, seed: int) -> Row:
     )
 
 
-def ask(fleet: Fleet, asked: list[tuple[bytes, str]]) -> tuple[list[float], list[float]]:
-    """Match and placement of each prompt: the best of three rounds, since other processes only ever add time.
+def best_of_rounds(asked: list[tuple[bytes, str]], act: Callable[[bytes, str], object], between: bytes) -> list[float]:
+    """µs for each prompt: the best of three rounds, since other processes only ever add time.
 
-    A round goes through all prompts before one comes again, and before each match the processor's caches are filled
-    with something else, as they are by what a scheduler does between two matches; only the prompt itself is fresh.
+    A round goes through all prompts before one comes again. Reading `between` first empties the processor's own caches
+    of everything but the prompt, as the rest of a scheduler might.
     """
-    tree = fleet.tree
-    queued = {worker: fleet.rng.randrange(4_000) for worker in WORKERS}
-    best_match, best_place = [math.inf] * len(asked), [math.inf] * len(asked)
+    best = [math.inf] * len(asked)
     for _ in range(3):
         for number, (text, worker) in enumerate(asked):
-            OTHER_WORK.count(1)
+            between.count(1)
             prompt = text[:-TOKEN_BYTES]
-            best_match[number] = min(best_match[number], microseconds(partial(tree.match, b"", prompt)))
-            OTHER_WORK.count(1)
-            prompt = text[:-TOKEN_BYTES]
-            best_place[number] = min(best_place[number], microseconds(partial(place, tree, prompt, queued)))
-            assert tree.match(b"", prompt).num_tokens(worker) == PROMPT_TOKENS - 1
-    return best_match, best_place
+            best[number] = min(best[number], microseconds(partial(act, prompt, worker)))
+    return best
+
+
+def ask(fleet: Fleet, asked: list[tuple[bytes, str]]) -> tuple[list[float], list[float], list[float]]:
+    """Match (and the exact length on one worker), the same with cold caches, and the choice of a worker."""
+    tree = fleet.tree
+    queued = {worker: fleet.rng.randrange(4_000) for worker in WORKERS}
+
+    def match(prompt: bytes, worker: str) -> None:
+        assert tree.match(b"", prompt).num_tokens(worker) == PROMPT_TOKENS - 1
+
+    def choose(prompt: bytes, _worker: str) -> str:
+        """The worker with the least left to compute, its queue included."""
+        found = tree.match(b"", prompt)
+        return min(queued, key=lambda worker: queued[worker] - found.num_tokens(worker))
+
+    return (
+        best_of_rounds(asked, match, b""),
+        best_of_rounds(asked, match, OTHER_WORK),
+        best_of_rounds(asked, choose, b""),
+    )
 
 
 def acquire(tree: RadixTree, text: bytes, worker: str) -> float:
@@ -258,7 +268,7 @@ def memory(tree: RadixTree) -> int:
 
 
 HEAD = (
-    f"{'tokens':>10} {'nodes':>7} {'B/token':>7} {'depth':>5} {'match':>7} {'p99':>7} {'placement':>9} "
+    f"{'tokens':>10} {'nodes':>7} {'B/token':>7} {'depth':>5} {'match':>7} {'p99':>7} {'cold':>7} {'placement':>9} "
     f"{'acquire':>7} {'split':>6} {'insert':>6} {'append':>6} {'evict':>6} {'check ms':>8}"
 )
 
@@ -278,8 +288,8 @@ def main() -> None:
         rows.append(row)
         print(
             f"{row.tokens:>10,} {row.nodes:>7,} {row.bytes_per_token:>7.1f} {row.depth:>5.1f} {row.match:>7.1f} "
-            f"{row.match_p99:>7.1f} {row.placement:>9.1f} {row.acquire:>7.1f} {row.split:>6.1f} {row.insert:>6.1f} "
-            f"{row.append:>6.1f} {row.evict:>6.2f} {row.check_ms:>8.1f}",
+            f"{row.match_p99:>7.1f} {row.cold:>7.1f} {row.placement:>9.1f} {row.acquire:>7.1f} {row.split:>6.1f} "
+            f"{row.insert:>6.1f} {row.append:>6.1f} {row.evict:>6.2f} {row.check_ms:>8.1f}",
             flush=True,
         )
     if len(rows) > 1:

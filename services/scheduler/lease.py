@@ -8,20 +8,35 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from services.scheduler.node import Copy, Node
+from services.scheduler.node import Copy, Node, Probe
 
 if TYPE_CHECKING:
     from services.scheduler.eviction import WorkerCache
 
 
 class Hit(msgspec.Struct, eq=False, gc=False):
-    """What one worker holds of the tokens: `num_pages` full shared pages, then tokens of a page that can be copied."""
+    """What one worker holds of the tokens: `num_pages` full shared pages, then tokens of a page that can be copied.
 
-    num_tokens: int
+    How many tokens those are is found when somebody asks: most callers look at pages, or at one worker.
+    """
+
     num_pages: int
     node: Node  # the deepest one whose pages are shared
     node_pages: int  # how many of that node's pages; the next one is copied where there is one,
-    source_key: bytes = b""  # else the first one of this child
+    source_key: bytes  # else the first one of this child
+    tokens: int  # so far
+    probe: Probe | None = None  # to be asked for more
+    keys: list[bytes] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Right until the next change of the tree."""
+        probe, self.probe = self.probe, None
+        if probe is not None:
+            self.source_key = probe.closest(self.keys)
+            if self.source_key:
+                self.tokens += probe.common
+        return self.tokens
 
 
 class Match(msgspec.Struct, eq=False, gc=False):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from services.scheduler.lease import Hit
-from services.scheduler.node import TOKEN_BYTES, Node, common_tokens
+from services.scheduler.node import TOKEN_BYTES, Node, Probe, common_tokens
 
 
 def find_hits(root: Node, tokens: bytes, page_bytes: int) -> dict[str, Hit]:
@@ -40,7 +38,7 @@ def _hit_inside(node: Node, tokens: bytes, start: int, page_bytes: int, hits: di
     """The tokens leave `node` after at least one page: all its holders hold the same of them."""
     common = common_tokens(node.tokens, tokens, start)
     node_pages = common * TOKEN_BYTES // page_bytes
-    hit = Hit(start // TOKEN_BYTES + common, start // page_bytes + node_pages, node, node_pages)
+    hit = Hit(start // page_bytes + node_pages, node, node_pages, b"", start // TOKEN_BYTES + common)
     for worker in node.copies:
         hits[worker] = hit
 
@@ -55,41 +53,6 @@ def _hit_at_end(
         if worker in settled:
             continue
         settled.add(worker)
-        key = probe.closest(copy.keys)
-        if position or key:
-            hits[worker] = Hit(start + probe.common if key else start, num_pages, node, node_pages, key)
-
-
-class Probe:
-    """Searches sorted keys for the longest common prefix with the tokens of one page.
-
-    Often all workers hold equally many of them, up to where a template ends and each user's own words begin: so
-    the length found last is tried first.
-    """
-
-    __slots__ = ("_less", "_more", "_rest", "common")
-
-    def __init__(self, rest: bytes) -> None:
-        self._rest = rest
-        self._expect(0)
-
-    def _expect(self, common: int) -> None:
-        self.common = common  # in tokens
-        self._less = self._rest[: common * TOKEN_BYTES]
-        self._more = self._rest[: (common + 1) * TOKEN_BYTES]
-
-    def closest(self, keys: list[bytes]) -> bytes:
-        """The key with the longest common prefix, whose length `common` is then; empty if none has any.
-
-        In byte order it stands right before or right after the tokens.
-        """
-        if not keys:
-            return b""
-        place = bisect_left(keys, self._rest)
-        best = keys[min(place, len(keys) - 1)]
-        if best.startswith(self._more) or not best.startswith(self._less):
-            self._expect(common_tokens(best, self._rest, 0))
-        if place and keys[place - 1].startswith(self._more):
-            best = keys[place - 1]
-            self._expect(common_tokens(best, self._rest, 0))
-        return best if self.common else b""
+        hit = Hit(num_pages, node, node_pages, b"", start, probe, copy.keys)
+        if position or hit.num_tokens:
+            hits[worker] = hit

@@ -98,3 +98,38 @@ def common_tokens(edge: bytes, tokens: bytes, start: int) -> int:
     other = int.from_bytes(tokens[start + low : start + high], "little")
     lowest_bits = (one ^ other) & -(one ^ other)
     return (low + (lowest_bits.bit_length() - 1) // 8) // TOKEN_BYTES
+
+
+class Probe:
+    """Searches sorted keys for the longest common prefix with the tokens of one page.
+
+    Often all workers hold equally many of them, up to where a template ends and each user's own words begin: so
+    the length found last is tried first.
+    """
+
+    __slots__ = ("_less", "_more", "_rest", "common")
+
+    def __init__(self, rest: bytes) -> None:
+        self._rest = rest
+        self._expect(0)
+
+    def _expect(self, common: int) -> None:
+        self.common = common  # in tokens
+        self._less = self._rest[: common * TOKEN_BYTES]
+        self._more = self._rest[: (common + 1) * TOKEN_BYTES]
+
+    def closest(self, keys: list[bytes]) -> bytes:
+        """The key with the longest common prefix, whose length `common` is then; empty if none has any.
+
+        In byte order it stands right before or right after the tokens.
+        """
+        if not keys:
+            return b""
+        place = bisect_left(keys, self._rest)
+        best = keys[min(place, len(keys) - 1)]
+        if best.startswith(self._more) or not best.startswith(self._less):
+            self._expect(common_tokens(best, self._rest, 0))
+        if place and keys[place - 1].startswith(self._more):
+            best = keys[place - 1]
+            self._expect(common_tokens(best, self._rest, 0))
+        return best if self.common else b""

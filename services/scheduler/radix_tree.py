@@ -83,6 +83,7 @@ class RadixTree:
         if match.version != self._store.version:
             match = self.match(match.namespace, match.tokens)
         hit = match.hits.get(worker)
+        num_tokens = match.num_tokens(worker)
         if hit is None:
             node = self._store.root_copy(match.namespace, cache).node
             source = None
@@ -93,10 +94,10 @@ class RadixTree:
         lease = Lease(worker, match.namespace, node, cache, self.page_size)
         cache.leases.add(lease)
         self._lock_path(lease, cache)
-        if hit and source and hit.num_tokens > lease.num_tokens:
+        if source and num_tokens > lease.num_tokens:
             lease.source = source.copies[worker]
             lease.copy_source = lease.source.pages[0]
-            lease.copy_tokens = hit.num_tokens - lease.num_tokens
+            lease.copy_tokens = num_tokens - lease.num_tokens
             cache.pin(lease.source)
         return lease
 

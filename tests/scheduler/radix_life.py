@@ -99,6 +99,8 @@ class TreeLife(RuleBasedStateMachine):
 
     def open(self, match: Match, worker: str, namespace: bytes, prompt: Tokens) -> None:
         """Acquire, copy the page where the match ended in one, and stand ready to write."""
+        if len(self.requests) == MAX_REQUESTS:
+            self.end(self.requests.pop(0), publish=True)
         model = self.workers[worker]
         limit = prompt[:-1]
         num_tokens, num_pages, sources = model.longest(namespace, limit)
@@ -111,8 +113,6 @@ class TreeLife(RuleBasedStateMachine):
             worker, namespace, limit[: lease.num_tokens], prompt, list(lease.pages), set(), lease, held
         )
         self.requests.append(request)
-        if len(self.requests) > MAX_REQUESTS:
-            self.end(self.requests.pop(0), publish=True)
         self.check_pages(model, request.namespace, request.tokens, request.table)
         if lease.copy_tokens:
             assert lease.copy_source in sources
