@@ -1,0 +1,150 @@
+"""What users come with: curl and the openai package, against the real model."""
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from radixfleet.local_server import LocalServer
+from tests.system.processes import descendants, eventually
+from tests.system.servers import serving
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LocalServer]:
+    with serving("--served-model-name", "small") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: LocalServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def curl(*arguments: str) -> str:
+    program = shutil.which("curl")
+    assert program, "the tests need curl"
+    done = subprocess.run([program, "--silent", "--no-buffer", *arguments], capture_output=True, check=True, timeout=60)
+    return done.stdout.decode()
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="small", messages=QUESTION, temperature=0, max_tokens=32)  # type: ignore[arg-type]
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.model == "small"
+    again = client.chat.completions.create(model="small", messages=QUESTION, temperature=0, max_tokens=32)  # type: ignore[arg-type]
+    assert again.choices[0].message.content == answer.choices[0].message.content
+    assert again.usage is not None
+    assert again.usage.prompt_tokens_details is not None
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+
+
+def test_streamed_chat_is_the_same_text(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(model="small", messages=QUESTION, temperature=0, max_tokens=32)  # type: ignore[arg-type]
+    chunks = list(
+        client.chat.completions.create(
+            model="small",
+            messages=QUESTION,  # type: ignore[arg-type]
+            temperature=0,
+            max_tokens=32,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["stop"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
+
+
+def test_completions_with_logprobs_and_choices(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="small", prompt="The capital of France is", max_tokens=6, n=2, seed=5, logprobs=3
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert len(choice.logprobs.token_logprobs) <= 6
+        assert all(value is not None and value <= 0 for value in choice.logprobs.token_logprobs)
+
+
+def test_seeds_repeat_and_differ(client: openai.OpenAI) -> None:
+    def text(seed: int) -> str:
+        answer = client.completions.create(
+            model="small", prompt="A story:", max_tokens=24, temperature=1.0, seed=seed, extra_body={"top_k": 50}
+        )
+        return answer.choices[0].text
+
+    assert text(7) == text(7)
+    assert len({text(seed) for seed in range(4)}) > 1
+
+
+def test_errors_reach_the_sdk(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        client.chat.completions.create(model="nobody", messages=QUESTION)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="small", prompt="word " * 20_000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_curl_streams_chat_and_generate(server: LocalServer) -> None:
+    body = json.dumps({"messages": QUESTION, "stream": True, "max_tokens": 16, "temperature": 0})
+    lines = curl(f"{server.url}/v1/chat/completions", "-H", "Content-Type: application/json", "-d", body).splitlines()
+    events = [line for line in lines if line]
+    assert events[-1] == "data: [DONE]"
+    first = json.loads(events[0].removeprefix("data: "))
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    body = json.dumps({"text": "The capital city of France is", "sampling_params": {"max_new_tokens": 4}})
+    answer = json.loads(curl(f"{server.url}/generate", "-H", "Content-Type: application/json", "-d", body))
+    assert answer["meta_info"]["completion_tokens"] == 4
+
+
+def test_metrics_count_hits_and_misses_in_tokens(server: LocalServer) -> None:
+    def counter(name: str) -> float:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    before = counter("sglang_cache_hit_total"), counter("sglang_cache_miss_total")
+    body = {"text": "A prompt that nobody has sent before, twice.", "sampling_params": {"max_new_tokens": 2}}
+    first = httpx.post(f"{server.url}/generate", json=body, timeout=60).json()["meta_info"]
+    second = httpx.post(f"{server.url}/generate", json=body, timeout=60).json()["meta_info"]
+    expected_hits = first["cached_tokens"] + second["cached_tokens"]
+    expected_misses = first["prompt_tokens"] + second["prompt_tokens"] - expected_hits
+    assert second["cached_tokens"] == second["prompt_tokens"] - 1
+
+    def counted() -> bool:
+        hits, misses = counter("sglang_cache_hit_total"), counter("sglang_cache_miss_total")
+        return hits - before[0] == expected_hits and misses - before[1] == expected_misses
+
+    assert eventually(counted, 5.0)  # the picture is renewed a few times a second
+
+
+def test_idle_uses_almost_no_cpu(server: LocalServer) -> None:
+    """All processes together stay under 2 % of a core while nobody asks for anything."""
+
+    def ticks() -> int:
+        total = 0
+        for pid in descendants(server.process.pid):
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            total += int(fields[11]) + int(fields[12])
+        return total
+
+    threading.Event().wait(1.0)  # what the last request left behind settles
+    start = ticks()
+    threading.Event().wait(10.0)
+    assert (ticks() - start) / os.sysconf("SC_CLK_TCK") / 10.0 < 0.02
