@@ -1,9 +1,10 @@
-"""What the compiler saves: requests, computed tokens and time of programs, with each optimisation on alone and off.
+"""What the compiler saves: requests, computed tokens and time of programs, with each optimisation switched off.
 
     python benchmarks/programs.py [--url URL] [--items 24] [--openai]
 
-Without --url a server with the small model is started. Counts come from the server's /metrics: requests it admitted,
-prompt tokens it computed and took from its cache. `--openai` adds the same logic over the plain openai client.
+Without --url a server with the small model is started. Counts come from the server's /metrics: HTTP requests (with
+those that only tokenise), prompts it admitted, their tokens, and how many of these it computed. `--openai` adds the
+same logic over the plain openai client.
 """
 
 from __future__ import annotations
@@ -33,7 +34,15 @@ RULES = (
     "You answer questions about cities, briefly and politely. You never invent what you do not know, "
     "you name no sources, and you write in complete sentences. Every answer has at most twelve words. "
 )
-HEADER = f"{'program':<14}{'optimisations':<16}{'requests':>9}{'prompt':>9}{'computed':>9}{'hit rate':>9}{'seconds':>9}"
+HEADER = f"{'program':<9}{'optimisations':<20}" + "".join(
+    f"{name:>9}" for name in ("HTTP", "prompts", "tokens", "computed", "hit rate", "seconds")
+)
+COUNTERS = (
+    "radixfleet_http_requests_total",
+    "sglang:num_requests_total",
+    "sglang_cache_hit_total",
+    "sglang_cache_miss_total",
+)
 
 
 def slow_fact(place: str) -> str:
@@ -78,7 +87,7 @@ def counts(url: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for line in httpx.get(f"{url}/metrics").text.splitlines():
         name, _, value = line.rpartition(" ")
-        for wanted in ("sglang:num_requests_total", "sglang_cache_hit_total", "sglang_cache_miss_total"):
+        for wanted in COUNTERS:
             if name.startswith(wanted):
                 found[wanted] = found.get(wanted, 0.0) + float(value)
     return found
@@ -90,18 +99,17 @@ def measure(url: str, name: str, what: str, work: Callable[[], Any]) -> None:
     before, started = counts(url), time.monotonic()
     work()
     seconds, after = time.monotonic() - started, counts(url)
-    requests, hit, miss = (
-        after.get(key, 0) - before.get(key, 0)
-        for key in ("sglang:num_requests_total", "sglang_cache_hit_total", "sglang_cache_miss_total")
-    )
+    http, prompts, hit, miss = (after.get(key, 0) - before.get(key, 0) for key in COUNTERS)
+    http -= 1  # the look at the counters itself
     rate = hit / (hit + miss) if hit + miss else 0.0
-    print(f"{name:<14}{what:<16}{requests:>9.0f}{hit + miss:>9.0f}{miss:>9.0f}{rate:>9.1%}{seconds:>9.2f}", flush=True)
+    numbers = f"{http:>9.0f}{prompts:>9.0f}{hit + miss:>9.0f}{miss:>9.0f}{rate:>9.1%}{seconds:>9.2f}"
+    print(f"{name:<9}{what:<20}{numbers}", flush=True)
 
 
 def variants() -> dict[str, Optimizations]:
-    none = Optimizations.none()
-    alone = {f"only {field.name}": Optimizations(**{**vars(none), field.name: True}) for field in fields(none)}
-    return {"none": none, **alone, "all": Optimizations()}
+    names = [field.name for field in fields(Optimizations)]
+    without = {f"all but {name}": Optimizations(**{name: False}) for name in names}
+    return {"all": Optimizations(), **without, "none": Optimizations.none()}
 
 
 def with_openai(url: str, items: list[dict[str, str]]) -> None:

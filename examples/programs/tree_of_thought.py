@@ -13,13 +13,11 @@ def solve(s, task):
     s += rf.system("You solve problems step by step.")
     s += rf.user(task)
     ways = s.fork(3)
-    for i, way in enumerate(ways):
-        way += rf.assistant(rf.gen("step", max_tokens=32, seed=i))
-        way += rf.user("Go on from there and finish.")
-        ends = way.fork(2)
+    ways += lambda i: rf.assistant(rf.gen("step", max_tokens=32, seed=i)) + rf.user("Go on from there and finish.")
+    branches = [way.fork(2) for way in ways]
+    for i, ends in enumerate(branches):
         ends += lambda j, i=i: rf.assistant(rf.gen("end", max_tokens=32, seed=10 * i + j))
-        ends.join()
-    candidates = [f"{way['step']} {end}" for way in ways for end in way["end"]]
+    candidates = [f"{end['step']} {end['end']}" for ends in branches for end in ends]
     listing = "\n".join(f"{number}. {text}" for number, text in enumerate(candidates, 1))
     s += rf.user(f"Which of these is best?\n{listing}\nAnswer with its number.")
     s += rf.assistant(rf.select("best", [str(number) for number in range(1, len(candidates) + 1)]))

@@ -54,6 +54,7 @@ class HttpServer:
     def events(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
         """The JSON objects of a stream of server-sent events. Raises BackendError, also for errors in mid-stream."""
         url = self.base_url + path
+        self._refuse_if_closed()
         try:
             with self._client.stream("POST", url, json=body) as response:
                 if response.status_code >= 400:
@@ -71,6 +72,7 @@ class HttpServer:
         raise BackendError(f"{url} ended its stream before the answer was complete")
 
     def _request(self, method: str, path: str, body: Any) -> Any:
+        self._refuse_if_closed()
         try:
             try:
                 response = self._client.request(method, self.base_url + path, json=body)
@@ -84,6 +86,10 @@ class HttpServer:
             return response.json()
         except ValueError:
             return response.text
+
+    def _refuse_if_closed(self) -> None:
+        if self._client.is_closed:
+            raise BackendError(f"the backend for {self.base_url} was closed")
 
     def _failure(self, error: httpx.HTTPError) -> BackendError:
         if isinstance(error, httpx.ConnectTimeout | httpx.ConnectError):

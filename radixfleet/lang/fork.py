@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +40,7 @@ class ForkGroup:
     def __iadd__(self, other: Any) -> ForkGroup:
         """The same expression for all, one of a list for each, or what a function of the index gives."""
         if callable(other):
-            wants_state = len(inspect.signature(other).parameters) > 1
-            given = [other(i, state) if wants_state else other(i) for i, state in enumerate(self._states)]
+            given = [other(index) for index in range(len(self._states))]
         elif isinstance(other, list | tuple):
             if len(other) != len(self._states):
                 raise ValueError(f"{len(other)} expressions for {len(self._states)} forks")

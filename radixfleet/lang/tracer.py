@@ -314,7 +314,7 @@ class TracedForks:
     def __iadd__(self, other: Any) -> TracedForks:
         for index, state in enumerate(self._states):
             if callable(other) and not isinstance(other, Expr):
-                state += other(index, state) if len(inspect.signature(other).parameters) > 1 else other(index)
+                state += other(index)
             else:
                 state += other[index] if isinstance(other, list | tuple) else other
         return self
