@@ -24,7 +24,7 @@ TESTS += [
     f"tests/gpu_worker/{name}.py" for name in ("test_kernels_linear", "test_kernels_rows", "test_kernels_decoder")
 ]
 # Some tests of every kernel on every path; the whole suites take minutes under the sanitizers.
-CHOICE = "random_batches or odd_shapes or several_blocks or sliding_window or page_sizes-fp32 or two_groups"
+CHOICE = "random_batches or odd_shapes or several_blocks or straddle or sliding_window or page_sizes-fp32 or two_groups"
 CHOICE += " or gate or of_a_sum or rotate or only_wanted or chunks_rows_or_threads"
 
 
