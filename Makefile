@@ -40,6 +40,14 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Long trials; run before a release, their last result is committed.
+soak: install
+	$(BIN)/python scripts/soak.py --minutes 5 --write docs/soak.md
+	$(BIN)/python scripts/sanitize_kernels.py
+
+clients: install
+	$(BIN)/python scripts/clients.py --write docs/clients.md
+
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
