@@ -9,6 +9,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from shared import ints
 from shared.messages.request import SamplingParams
 from shared.messages.step import PrefillRow, RowError, RowScores, SlotOpen, StepCommand, StepResult, WorkerHello
@@ -32,6 +34,16 @@ def chain(before: int, token: int) -> int:
 
 def sampled(state: int) -> int:
     return (state >> 7) % VOCAB
+
+
+def sampled_under(state: int, mask: bytes) -> int:
+    """The allowed token with the highest hash; -1 where none is allowed. `mask` is one packed row."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=VOCAB)
+    allowed = np.flatnonzero(bits).astype(np.uint64)
+    if not len(allowed):
+        return -1
+    mixed = (np.uint64(state) ^ (allowed + np.uint64(1))) * np.uint64(0xBF58476D1CE4E5B9)  # as in chain
+    return int(allowed[np.argmax(mixed ^ (mixed >> np.uint64(29)))])
 
 
 def logprob(state: int, token: int) -> float:
@@ -97,14 +109,16 @@ class FakeEngine:
     steps: list[StepCommand] = field(default_factory=list)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _cells: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)  # page -> (position, token, hash)
+    _masks: dict[int, bytes] = field(default_factory=dict)  # of this step, by slot
     _users: dict[int, int] = field(default_factory=dict)  # page -> open slots with it in their table
 
     @property
     def open_slots(self) -> int:
         return len(self._slots)
 
-    def execute(self, command: StepCommand) -> StepResult:
-        """One step. Raises ProtocolError."""
+    def execute(self, command: StepCommand, masks: tuple[bytes, bytes] | None = None) -> StepResult:
+        """One step; `masks` are the slots and rows of its TokenMasks. Raises ProtocolError."""
+        self._take_masks(command, masks)
         self._check(command.epoch == self.epoch, f"epoch {command.epoch}, not {self.epoch}")
         self._check(command.step_id == self.next_step, f"step {command.step_id} instead of {self.next_step}")
         self.next_step += 1
@@ -144,6 +158,20 @@ class FakeEngine:
             prompt_scores=tuple(prompt_scores),
             errors=tuple(errors),
         )
+
+    def _take_masks(self, command: StepCommand, masks: tuple[bytes, bytes] | None) -> None:
+        """Exactly one TokenMasks for a step with masked slots, each of which samples; none for any other."""
+        self._masks = {}
+        self._check(bool(command.masked_slots) == (masks is not None), "masks that no step is owed, or none")
+        if masks is None:
+            return
+        sampling = {*ints.unpack(command.decode_slots), *(row.slot for row in command.prefills if row.sample)}
+        masked = ints.unpack(command.masked_slots).tolist()
+        width = -(-self.hello.vocab_size // 32) * 4
+        self._check(set(masked) <= sampling, "a masked slot that does not sample")
+        self._check(masks[0] == command.masked_slots, "masks of other slots")
+        self._check(len(masks[1]) == width * len(masked), "masks of another width")
+        self._masks = {slot: masks[1][i * width : (i + 1) * width] for i, slot in enumerate(masked)}
 
     # Slots and pages
 
@@ -262,7 +290,9 @@ class FakeEngine:
         self._verify_context(slot, seat)
         self._check(seat.remaining > 0, f"slot {slot} has no samples left")
         seat.remaining -= 1
-        token = sampled(seat.state)
+        mask = self._masks.get(slot)
+        token = sampled(seat.state) if mask is None else sampled_under(seat.state, mask)
+        self._check(token >= 0, f"slot {slot}: no token is allowed")
         if token in self.fail_tokens:
             errors.append(RowError(slot, "logits are not finite"))
             seat.ended = True

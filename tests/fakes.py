@@ -12,7 +12,7 @@ from shared import ints
 from shared.messages.control import Heartbeat, Hello, Ping, Pong
 from shared.messages.edges import ToDetokenizer, ToTokenizer, ToWorker
 from shared.messages.request import AbortRequest, GenerateRequest, Operation, OperationDone, SamplingParams, StreamAck
-from shared.messages.step import Drain, StepCommand, WorkerFault, WorkerHello, WorkerReset, WorkerWelcome
+from shared.messages.step import Drain, StepCommand, TokenMasks, WorkerFault, WorkerHello, WorkerReset, WorkerWelcome
 from shared.transport import Client, Frames
 from tests.fake_engine import FakeEngine, ProtocolError
 from tests.local_fleet import LocalDetokenizer, LocalTokenizer
@@ -36,7 +36,7 @@ class _Peer:
     def hello(self) -> Any:
         raise NotImplementedError
 
-    def handle(self, message: Any) -> None:
+    def handle(self, message: Any, *frames: bytes) -> None:
         raise NotImplementedError
 
     async def until(self, condition: Callable[[], Any], timeout: float = 20.0) -> None:
@@ -65,7 +65,7 @@ class _Peer:
         if isinstance(message, Ping):
             self.client.try_send(Pong(message.nonce))
             return
-        self.handle(message)
+        self.handle(message, *frames)
         self.spawn(self._tell())
 
     async def _tell(self) -> None:
@@ -102,6 +102,7 @@ class FakeWorker(_Peer):
         self.reset: WorkerReset | None = None
         self.drained: Drain | None = None
         self.error: ProtocolError | None = None
+        self.masks: dict[int, tuple[bytes, bytes]] = {}  # by step
         self._queue: asyncio.Queue[StepCommand] = asyncio.Queue()
         super().__init__(endpoint, hello.worker_id, hello.incarnation, ToWorker)
         self.spawn(self._work())
@@ -109,12 +110,14 @@ class FakeWorker(_Peer):
     def hello(self) -> WorkerHello:
         return self.engine.hello
 
-    def handle(self, message: Any) -> None:
+    def handle(self, message: Any, *frames: bytes) -> None:
         if isinstance(message, WorkerWelcome):
             self.engine.epoch = message.epoch
             self.greeted.set()
         elif isinstance(message, StepCommand):
             self._queue.put_nowait(message)
+        elif isinstance(message, TokenMasks):
+            self.masks[message.step_id] = (message.slots, frames[0])
         elif isinstance(message, WorkerReset):
             self.reset = message
             self.greeted.set()
@@ -127,8 +130,10 @@ class FakeWorker(_Peer):
             await self.gate.wait()
             if self.step_s:
                 await asyncio.sleep(self.step_s)
+            if command.masked_slots:
+                await self.until(lambda step=command.step_id: step in self.masks)  # type: ignore[misc]
             try:
-                result = self.engine.execute(command)
+                result = self.engine.execute(command, self.masks.pop(command.step_id, None))
             except ProtocolError as error:
                 self.error = error
                 self.client.send(WorkerFault(self.incarnation, command.step_id, "protocol", str(error)))
@@ -153,7 +158,7 @@ class FakeDetokenizer(_Peer):
     def hello(self) -> Hello:
         return Hello("detokenizer", self.service_id, self.incarnation, f"ipc://{self.service_id}")
 
-    def handle(self, message: Any) -> None:
+    def handle(self, message: Any, *frames: bytes) -> None:
         self.greeted.set()
         self.record.receive(message)
 
@@ -170,7 +175,7 @@ class FakeFrontend(_Peer):
     def hello(self) -> Hello:
         return Hello("tokenizer", self.service_id, self.incarnation)
 
-    def handle(self, message: Any) -> None:
+    def handle(self, message: Any, *frames: bytes) -> None:
         self.greeted.set()
         self.record.receive(message)
 

@@ -27,7 +27,7 @@ from shared.messages.request import (
     StreamAck,
     SystemStatus,
 )
-from shared.messages.step import Drain, StepCommand, WorkerHello, WorkerReset, WorkerWelcome
+from shared.messages.step import Drain, StepCommand, TokenMasks, WorkerHello, WorkerReset, WorkerWelcome
 from shared.messages.stream import Finish, Scores, StreamOpen, TokenChunks
 from shared.transport import PeerBusy, PeerGone
 from tests.fake_engine import VOCAB, FakeEngine, generate
@@ -58,17 +58,21 @@ class LocalEdge:
     """One socket of the scheduler. Every message is encoded and decoded, as on a wire."""
 
     def __init__(self, union: Any) -> None:
-        self.peers: dict[bytes, Callable[[Any], None]] = {}
+        self.peers: dict[bytes, Callable[..., None]] = {}
         self.busy: set[bytes] = set()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(union)
 
-    def send(self, identity: bytes, message: msgspec.Struct, *frames: bytes) -> None:
+    def send(self, identity: bytes, message: msgspec.Struct, *frames: bytes | memoryview) -> None:
         if identity in self.busy:
             raise PeerBusy
         if identity not in self.peers:
             raise PeerGone
-        self.peers[identity](self._decoder.decode(self._encoder.encode(message)))
+        decoded = self._decoder.decode(self._encoder.encode(message))
+        if frames:
+            self.peers[identity](decoded, *map(bytes, frames))
+        else:
+            self.peers[identity](decoded)
 
 
 class StreamRecord:
@@ -144,13 +148,17 @@ class LocalWorker:
         self.key = f"{hello.worker_id}/{hello.incarnation}"
         self.engine = FakeEngine(hello)
         self.commands: list[StepCommand] = []
+        self.masks: dict[int, tuple[bytes, bytes]] = {}  # by step
         self.welcome: WorkerWelcome | None = None
         self.reset: WorkerReset | None = None
         self.drain: Drain | None = None
         self.num_pings = 0
 
-    def receive(self, message: Any) -> None:
-        if isinstance(message, StepCommand):
+    def receive(self, message: Any, *frames: bytes) -> None:
+        if isinstance(message, TokenMasks):
+            assert message.step_id not in self.masks, "masks twice"
+            self.masks[message.step_id] = (message.slots, frames[0])
+        elif isinstance(message, StepCommand):
             assert len(self.commands) < self.hello.max_inflight_steps, "more steps than credits"
             self.commands.append(message)
         elif isinstance(message, WorkerWelcome):
@@ -269,7 +277,10 @@ class LocalFleet:
 
     def step(self, worker: LocalWorker, *, deliver: bool = True) -> Any:
         """The worker executes its oldest command and, with `deliver`, its result arrives."""
-        result = worker.engine.execute(worker.commands.pop(0))
+        command = worker.commands.pop(0)
+        if command.masked_slots and command.step_id not in worker.masks:
+            self.turn()  # the fill job has answered by now
+        result = worker.engine.execute(command, worker.masks.pop(command.step_id, None))
         if deliver:
             self.from_worker(worker, result)
         return result
@@ -279,7 +290,7 @@ class LocalFleet:
         self.turn()
         for _ in range(limit):
             busy = [worker for worker in self.workers.values() if worker.commands]
-            if not busy:
+            if not busy and not self.scheduler._inbox:
                 return
             for worker in busy:
                 self.step(worker)

@@ -58,11 +58,11 @@ class Masking:
         self._clock = clock
         self._epoch = epoch
         self._post = post
-        self._filler: Filler | None = None
+        self.filler: Filler | None = None
 
     def close(self) -> None:
-        if self._filler is not None:
-            self._filler.close()
+        if self.filler is not None:
+            self.filler.close()
 
     def look(self, worker: Worker) -> None:
         """Have the masks of the worker's oldest step filled, where it is owed some."""
@@ -88,9 +88,9 @@ class Masking:
         answer.add_done_callback(lambda done: self._post(partial(self._judged, request, guide, done.result())))
 
     def _get_filler(self, vocab_size: int) -> Filler:
-        if self._filler is None:
-            self._filler = MaskFiller(-(-vocab_size // WORD_BITS))
-        return self._filler
+        if self.filler is None:
+            self.filler = MaskFiller(-(-vocab_size // WORD_BITS))
+        return self.filler
 
     def _answered(self, worker: Worker, step: InflightStep, held: list[Guide | None], filled: FilledMasks) -> None:
         worker.masking = False

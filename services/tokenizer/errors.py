@@ -117,10 +117,11 @@ def from_rejection(message: RequestRejected) -> ApiError:
     """What the scheduler refused, in HTTP terms."""
     status = REJECT_STATUS[message.code]
     retry_after = message.retry_after_s or 1.0
+    field, separator, _ = message.detail.partition(": ")  # how the compiler begins what it says of a source
     return ApiError(
         status,
         message.detail or f"The request was refused: {message.code}.",
-        param=message.detail.partition(":")[0] or None if message.code == "bad_constraint" else None,
+        param=field if separator and message.code == "bad_constraint" else None,
         code=REJECT_CODE.get(message.code, message.code),
         retry_after=retry_after if status in (429, 503) else None,
     )
