@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         token_length_normalized,
         unconditional_likelihood_normalized,
     )
-    from radixfleet.lang.defaults import flush_cache, get_server_info, set_default_backend
+    from radixfleet.lang.defaults import flush_cache, get_server_info, global_config, set_default_backend
     from radixfleet.lang.errors import ApiCallError, BatchError, LanguageError, UnsetVariable
     from radixfleet.lang.optimizations import Optimizations
     from radixfleet.lang.program import function
@@ -71,7 +71,7 @@ _HOMES = {
         "token_length_normalized",
         "unconditional_likelihood_normalized",
     ),
-    "radixfleet.lang.defaults": ("flush_cache", "get_server_info", "set_default_backend"),
+    "radixfleet.lang.defaults": ("flush_cache", "get_server_info", "global_config", "set_default_backend"),
     "radixfleet.lang.errors": ("ApiCallError", "BatchError", "LanguageError", "UnsetVariable"),
     "radixfleet.lang.optimizations": ("Optimizations",),
     "radixfleet.lang.program": ("function",),
@@ -103,6 +103,7 @@ __all__ = [
     "gen_int",
     "gen_string",
     "get_server_info",
+    "global_config",
     "greedy_token_selection",
     "select",
     "separate_reasoning",

@@ -6,11 +6,13 @@ Leaves the process to local_server and the requests to the endpoint.
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from radixfleet import parent_watch
 from radixfleet.backend.endpoint import DEFAULT_TIMEOUT_S, RuntimeEndpoint
 from radixfleet.engine_calls import generate, generate_async
 from radixfleet.local_server import LocalServer
@@ -22,7 +24,7 @@ class Runtime:
     """Starts `radixfleet serve` and waits until it is ready. Raises ServerFailed with its last lines.
 
     Keywords are flags: `model_path="..."` is --model-path, `disable_radix_cache=True` a switch. Use it as a context
-    manager, or call shutdown(); at the latest it stops with this process.
+    manager, or call shutdown(); at the latest it stops with this process, however that ends.
     """
 
     def __init__(
@@ -36,7 +38,8 @@ class Runtime:
         flags = flags_of({"log_level": log_level, **server_args})
         self._server = LocalServer(*flags, ready_timeout=ready_timeout)
         self._server.start()
-        self._stop = weakref.finalize(self, _stop, self._server)
+        watcher = parent_watch.start(self._server.process.pid)
+        self._stop = weakref.finalize(self, _stop, self._server, watcher)
         self.url = self._server.url
         self.generate_url = f"{self.url}/generate"
         self.endpoint = RuntimeEndpoint(self.url, server_args.get("api_key"), timeout=timeout)
@@ -99,5 +102,6 @@ def flags_of(server_args: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _stop(server: LocalServer) -> None:
+def _stop(server: LocalServer, watcher: subprocess.Popen[bytes]) -> None:
+    parent_watch.release(watcher)
     server.stop()

@@ -6,7 +6,7 @@ Answer   what was generated: its text, and the ids that continue the prompt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,23 @@ class IdsPart:
 
     ids: tuple[int, ...]
     text: str
+
+
+@dataclass(frozen=True)
+class CutPart:
+    """Generated ids that a stop string ended, perhaps in the middle of a token: what they are is found out on demand.
+
+    `resolve` gives the ids that hold nothing beyond `text`, and the text they lack.
+    """
+
+    text: str
+    resolve: Callable[[], tuple[tuple[int, ...], str]]
+
+    def parts(self) -> tuple[Part, ...]:
+        """The same as ids and text. May ask the server, and raise BackendError."""
+        ids, rest = self.resolve()
+        kept = self.text.removesuffix(rest) if rest else self.text
+        return (IdsPart(ids, kept), TextPart(rest, literal=True)) if rest else (IdsPart(ids, kept),)
 
 
 Part = TextPart | IdsPart
@@ -61,15 +78,15 @@ class Prompt:
 class Answer:
     """One generation, whole or so far.
 
-    `prompt_ids` and `ids` together are what a continuation starts from (None: this backend has no ids); `rest` is
-    text beyond them, where a stop string cut a token in two.
+    `prompt_ids` and `ids` together are what a continuation starts from (None: this backend has no ids). Where a stop
+    string ended it, `cut` finds these ids when they are needed.
     """
 
     text: str
     meta: dict[str, Any] = field(default_factory=dict)
     prompt_ids: tuple[int, ...] | None = None
     ids: tuple[int, ...] = ()
-    rest: str = ""
+    cut: CutPart | None = None
     others: tuple[Answer, ...] = ()  # further choices, where n > 1
 
 

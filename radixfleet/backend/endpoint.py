@@ -6,6 +6,7 @@ Leaves connections to http and tokenising to tokens.
 
 from __future__ import annotations
 
+import functools
 import ssl
 import threading
 import warnings
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from radixfleet.backend.base import Answer, OptionScores, Prompt, TextPart
+from radixfleet.backend.base import Answer, CutPart, OptionScores, Prompt, TextPart
 from radixfleet.backend.errors import BackendError
 from radixfleet.backend.http import HttpServer
 from radixfleet.backend.sampling import Sampling
@@ -162,16 +163,18 @@ class RuntimeEndpoint:
     def _whole(self, answer: dict[str, Any], known: Ids | None) -> Answer:
         """An answer with the ids a continuation starts from: without what ended it."""
         text, meta = answer["text"], answer["meta_info"]
-        ids, rest = tuple(answer.get("output_ids") or ()), ""
+        ids = tuple(answer.get("output_ids") or ())
         finish = meta.get("finish_reason") or {}
         if finish.get("type") == "abort":
             raise BackendError(finish.get("message") or "The request was aborted.", finish.get("status_code"))
         matched = finish.get("matched")
+        told = _prompt_ids(answer, known)
         if isinstance(matched, str):
-            ids, rest = self._tokens.cut(ids, text, matched)
-        elif matched is not None and ids[-1:] == (matched,):
+            cut = CutPart(text, functools.cache(functools.partial(self._tokens.cut, ids, text, matched)))
+            return Answer(text, meta, told, cut=cut)
+        if matched is not None and ids[-1:] == (matched,):
             ids = ids[:-1]
-        return Answer(text, meta, _prompt_ids(answer, known), ids, rest)
+        return Answer(text, meta, told, ids)
 
     def _scores(self, lists: Sequence[Ids], start: int) -> list[dict[str, Any]]:
         body = {

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from radixfleet.backend.errors import BackendError
 from radixfleet.lang import compiled
+from radixfleet.lang.defaults import global_config
 from radixfleet.lang.errors import BatchError
 from radixfleet.lang.execution import Execution, Settings, split_arguments
 from radixfleet.lang.graph import Graph
@@ -86,7 +87,7 @@ def _prepare(program: Program, settings: Settings, items: list[dict[str, Any]], 
     shared = {name: value for name, value in items[0].items() if all(_same(item.get(name), value) for item in items)}
     later = tuple(dict.fromkeys(name for item in items for name in item if name not in shared))
     graph = compiled.graph_of(program, shared, settings.sampling, more=later)
-    if options.prefix:
+    if options.prefix and global_config.enable_precache_with_tracing:
         try:
             compiled.compute_prefix(graph, settings.backend)
         except BackendError:

@@ -12,8 +12,9 @@ from radixfleet.backend.sampling import Sampling
 from radixfleet.lang import explain, picture, tracer
 from radixfleet.lang.executor import Executor
 from radixfleet.lang.graph import Graph
-from radixfleet.lang.optimizations import Optimizations
+from radixfleet.lang.optimizations import WORTH_A_REQUEST, Optimizations
 from radixfleet.lang.run import Run
+from radixfleet.lang.symbols import Symbol
 
 if TYPE_CHECKING:
     from radixfleet.lang.program import Program
@@ -61,13 +62,13 @@ def graph_of(
     known = {**program.bound, **given}
     arguments = {name: value for name, value in known.items() if name in program.arg_names}
     bindings = {name: value for name, value in known.items() if name not in program.arg_names}
-    later = {name: tracer.Symbol(name, "argument") for name in more if name not in program.arg_names}
+    later = {name: Symbol(name, "argument") for name in more if name not in program.arg_names}
     return tracer.trace(program.function, arguments, {**bindings, **later}, sampling, merge=merge)
 
 
 def compute_prefix(graph: Graph, backend: Backend) -> bool:
     """Compute and cache a graph's constant prefix. False where it is too short to be worth it."""
-    if len(graph.prefix_text) < explain.WORTH_A_REQUEST:
+    if len(graph.prefix_text) < WORTH_A_REQUEST:
         return False
     executor = Executor(Run(backend, Sampling(), inline=True))
     executor.submit(list(graph.prefix))

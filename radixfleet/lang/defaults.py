@@ -10,6 +10,24 @@ from radixfleet.lang.errors import LanguageError
 _default: Backend | None = None
 
 
+class GlobalConfig:
+    """Settings of this process under the names that ported programs use."""
+
+    enable_precache_with_tracing = True  # the switch `prefix` of batches
+    enable_parallel_encoding = False  # forks are joined by their texts in any case
+
+    @property
+    def default_backend(self) -> Backend | None:
+        return _default
+
+    @default_backend.setter
+    def default_backend(self, backend: Any) -> None:
+        set_default_backend(backend)
+
+
+global_config = GlobalConfig()
+
+
 def set_default_backend(backend: Any) -> None:
     """Programs run on this from now on: an endpoint, or a Runtime."""
     global _default

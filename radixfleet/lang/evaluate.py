@@ -30,12 +30,12 @@ from radixfleet.lang.ir import (
     items_of,
     values_in,
 )
+from radixfleet.lang.optimizations import WORTH_A_REQUEST
 
 if TYPE_CHECKING:
     from radixfleet.lang.executor import Executor
 
 PendingCall = Future[str]
-_WORTH_A_REQUEST = 64  # characters whose computation is worth a request of its own
 
 
 def evaluate(state: Executor, items: Sequence[Any]) -> None:
@@ -138,14 +138,9 @@ def _api_call(state: Executor, call: ApiCall, more: bool) -> None:
     if pending is None:
         _settle_values(state, values_in(call))
         pending = Future()
-        work = _in_thread(state, pending, lambda: calls.perform(call, lambda value: _resolved(state, value)))
-        threads = [work]
-    else:
-        threads = []
-    if more and state.run.options.tail and state.transcript.unsent >= _WORTH_A_REQUEST:
-        state.run.backend.prefill(state.transcript.prompt())
-    for thread in threads:
-        thread.join()
+        _in_thread(state, pending, lambda: calls.perform(call, lambda value: _resolved(state, value)))
+    if more and not pending.done() and state.run.options.tail and state.transcript.unsent >= WORTH_A_REQUEST:
+        state.run.prefill(state.transcript.prompt())
     text = pending.result()
     if call.max_tokens is not None:
         text = state.run.backend.clip(text, call.max_tokens)

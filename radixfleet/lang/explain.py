@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from radixfleet.lang.graph import WORK, Graph, Node
-from radixfleet.lang.optimizations import Optimizations
-
-WORTH_A_REQUEST = 64  # characters of text whose computation is worth a request of its own
+from radixfleet.lang.optimizations import WORTH_A_REQUEST, Optimizations
 
 
 def explain(name: str, graph: Graph, options: Optimizations) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from radixfleet.lang.executor import Executor
+from radixfleet.lang.optimizations import WORTH_A_REQUEST
 
 if TYPE_CHECKING:
     from radixfleet.lang.state import ProgramState
 
-_WORTH_A_REQUEST = 64  # characters
 MODES = ("gather_variable", "concate_and_append")
 
 
@@ -87,5 +87,5 @@ def check_size(size: int) -> None:
 
 def warm_prefix(executor: Executor) -> None:
     """Compute what all forks share before they start, so that none of them computes it again."""
-    if executor.run.options.prefix and executor.transcript.unsent >= _WORTH_A_REQUEST:
-        executor.run.backend.prefill(executor.transcript.prompt())
+    if executor.run.options.prefix and executor.transcript.unsent >= WORTH_A_REQUEST:
+        executor.run.prefill(executor.transcript.prompt())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+WORTH_A_REQUEST = 256  # characters of text whose computation ahead is worth a request of its own
+
 
 @dataclass(frozen=True)
 class Optimizations:

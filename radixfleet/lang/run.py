@@ -58,6 +58,10 @@ class Run:
 
         return self.share(prompt, sampling, ask) if sampling.repeatable else ask()
 
+    def prefill(self, prompt: Prompt) -> None:
+        """Compute and cache a prompt ahead; the same one of a batch only once."""
+        self.share(prompt, "prefill", lambda: self.backend.prefill(prompt))
+
     def share(self, prompt: Prompt, what: Hashable, work: Callable[[], T]) -> T:
         """The result of repeatable work after this prompt."""
         if not self.options.share:

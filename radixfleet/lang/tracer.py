@@ -1,7 +1,7 @@
-"""Runs a program's function without a model, to see what it would append. Values that do not exist are symbols.
+"""Runs a program's function without a model, to see what it would append.
 
-A symbol can be appended, mentioned and passed on. Where the function looks inside one, nobody can know how it would
-go on, so the trace stops there and the graph says so.
+Where the function looks inside a value that does not exist (symbols), nobody can know how it would go on, so the
+trace stops there and the graph says so.
 """
 
 from __future__ import annotations
@@ -28,28 +28,9 @@ from radixfleet.lang.ir import (
     items_of,
     values_in,
 )
+from radixfleet.lang.symbols import Symbol, TraceStopped
 
 _LABEL = 60
-
-
-class TraceStopped(BaseException):
-    """Not an Exception, so that no program takes it for one of its own."""
-
-
-class Symbol(Known):
-    """A value that only a run will know."""
-
-    def _stop(self, *_: Any) -> NoReturn:
-        raise TraceStopped(f"it looks at the {self.origin} {self.name!r}")
-
-    __bool__ = __iter__ = __len__ = __int__ = __float__ = __index__ = __contains__ = _stop
-    __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __ne__ = __getitem__ = __mul__ = __mod__ = _stop
-    __hash__ = object.__hash__
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._stop()
 
 
 def trace(

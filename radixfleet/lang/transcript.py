@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from radixfleet.backend.base import Answer, IdsPart, Message, Part, Prompt, TextPart
+from radixfleet.backend.base import Answer, CutPart, IdsPart, Message, Part, Prompt, TextPart
 
 
 class Transcript:
     """Grows at its end only. Copies are cheap and independent."""
 
     def __init__(self) -> None:
-        self._parts: list[Part] = []
-        self._history: list[Part] = []
+        self._parts: list[Part | CutPart] = []
+        self._history: list[Part | CutPart] = []
         self._templated = False
         self._messages: list[Message] = []
         self._content_from = 0
@@ -39,7 +39,7 @@ class Transcript:
         return "".join(part.text for part in self._history[since:])
 
     def pieces(self, since: int) -> list[Part]:
-        return self._history[since:]
+        return _settled(self._history[since:])
 
     @property
     def unsent(self) -> int:
@@ -47,14 +47,11 @@ class Transcript:
         return sum(len(part.text) for part in self._parts if isinstance(part, TextPart))
 
     def prompt(self) -> Prompt:
-        messages = list(self._messages)
-        if self.open_role is not None:
-            messages.append(Message(self.open_role, self.text(self._content_from)))
-        return Prompt(tuple(self._parts), self._templated, tuple(messages), self.open_role)
+        return Prompt(tuple(_settled(self._parts)), self._templated, tuple(self._turns()), self.open_role)
 
     def messages(self) -> list[dict[str, str]]:
         """All turns, the open one included, as dictionaries."""
-        return [{"role": message.role, "content": message.content} for message in self.prompt().messages]
+        return [{"role": message.role, "content": message.content} for message in self._turns()]
 
     def append_text(self, text: str) -> None:
         if text:
@@ -69,12 +66,13 @@ class Transcript:
         if answer.prompt_ids is None:
             self.append_text(text)
             return
-        kept = text.removesuffix(answer.rest) if answer.rest else text
-        piece = IdsPart(answer.ids, kept)
         covered = "".join(part.text for part in self._parts)
-        self._history.append(piece)
-        self._parts = [IdsPart(answer.prompt_ids + answer.ids, covered + kept)]
-        self.append_text(answer.rest)
+        if answer.cut is not None:
+            self._parts = [IdsPart(answer.prompt_ids, covered), answer.cut]
+            self._history.append(answer.cut)
+        else:
+            self._parts = [IdsPart(answer.prompt_ids + answer.ids, covered + text)]
+            self._history.append(IdsPart(answer.ids, text))
 
     def begin_turn(self, role: str, template_text: str) -> None:
         self._templated = self._templated or not self._history
@@ -91,6 +89,19 @@ class Transcript:
         if template_text:
             self._add(TextPart(template_text))
 
+    def _turns(self) -> list[Message]:
+        if self.open_role is None:
+            return list(self._messages)
+        return [*self._messages, Message(self.open_role, self.text(self._content_from))]
+
     def _add(self, part: Part) -> None:
         self._parts.append(part)
         self._history.append(part)
+
+
+def _settled(parts: Sequence[Part | CutPart]) -> list[Part]:
+    """Parts whose ids are all known. May ask the server."""
+    settled: list[Part] = []
+    for part in parts:
+        settled += part.parts() if isinstance(part, CutPart) else [part]
+    return settled

@@ -214,7 +214,7 @@ def test_text_is_computed_ahead_while_a_call_runs(fake: FakeServer) -> None:
     @function
     def program(s: Any) -> None:
         topic = gen("topic", max_tokens=1)
-        s += f"About {topic}. " + "And a long constant text that is worth computing ahead of time. " * 2
+        s += f"About {topic}. " + "And a long constant text that is worth computing ahead of time. " * 4
         s += gen("facts", api_url=slow, params={"topic": topic}) + gen("end")
 
     state = program.run()

@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from radixfleet import Optimizations, assistant, function, gen, select, user
+from radixfleet import Optimizations, assistant, function, gen, global_config, select, user
 from tests.radixfleet.fake_model_server import FakeServer
 
-RULES = "You answer questions about cities, briefly and politely, and never invent what you do not know. "
+RULES = "You answer questions about cities, briefly and politely, and never invent what you do not know. " * 3
 
 
 @function
@@ -177,6 +177,13 @@ def test_a_prefix_with_turns(fake: FakeServer) -> None:
     assert text.endswith("<|im_start|>user\nAbout ")
     assert all(prompt.startswith(text) for prompt in fake.prompts())
     assert program.cache()
+
+
+def test_the_setting_of_ported_programs(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(global_config, "enable_precache_with_tracing", False)
+    ask.run_batch(ITEMS)
+    assert fake.prefills() == []
+    assert global_config.default_backend is not None
 
 
 def test_cache_says_whether_it_was_worth_it(fake: FakeServer) -> None:

@@ -32,6 +32,7 @@ def test_text_generation_and_return_value(fake: FakeServer) -> None:
     assert "other" not in state
     assert state.error() is None
     assert fake.prompts() == ["Q: Capital of France?\nA:"]
+    assert fake.calls("/detokenize") == []  # nothing continues, so nobody needs to know where the ids were cut
 
 
 def test_generated_ids_are_sent_as_they_were(fake: FakeServer) -> None:

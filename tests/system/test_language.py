@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,23 @@ def test_engine(model_dir: Path) -> None:
 def test_a_model_that_does_not_exist() -> None:
     with pytest.raises(ServerFailed, match="no-such-model"):
         Runtime(model_path="/nowhere/no-such-model", ready_timeout=120)
+
+
+def test_the_server_ends_with_a_process_that_is_killed(model_dir: Path) -> None:
+    script = (
+        "import os, signal, sys\n"
+        "from radixfleet import Runtime\n"
+        f"runtime = Runtime(model_path={str(model_dir)!r}, max_total_tokens=2048, skip_server_warmup=True)\n"
+        "print(runtime.url, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == -9, done.stderr
+    url = done.stdout.strip()
+    for _ in range(600):
+        try:
+            httpx.get(f"{url}/health")
+        except httpx.ConnectError:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{url} still answers")
