@@ -50,18 +50,27 @@ def evaluate(state: Executor, items: Sequence[Any]) -> None:
             _api_call(state, item, more)
         else:
             _HANDLERS[type(item)](state, item)
+            if isinstance(item, Gen | Select):
+                start_calls(state, [*items[index + 1 :], *state.queued()])
 
 
 def start_calls(state: Executor, items: Sequence[Any]) -> None:
-    """Start the calls that need no value of the program, before it is their turn."""
+    """Start calls of HTTP APIs whose values are all known, before it is their turn.
+
+    Python functions wait for it: only their author knows whether they may run early.
+    """
+    if not state.run.options.concurrent:
+        return
     for item in items:
-        if isinstance(item, ApiCall) and not values_in(item) and item.name not in state.run.bindings:
+        if not isinstance(item, ApiCall) or callable(item.target) or item.name in state.run.bindings:
+            continue
+        if all(value.number in state.values for value in values_in(item)):
             with state.run.changed:
                 if item.number in state.calls or item.number in state.values:
                     continue
                 pending: PendingCall = Future()
                 state.calls[item.number] = pending
-            _in_thread(state, pending, partial(calls.perform, item, str))
+            _in_thread(state, pending, partial(calls.perform, item, partial(_resolved, state)))
 
 
 def _text(state: Executor, text: str, name: str | None = None) -> None:

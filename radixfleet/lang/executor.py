@@ -55,7 +55,7 @@ class Executor:
         items = items_of(expression)
         with self.run.changed:
             self._raise_error()
-        if self.run.options.concurrent and not self.run.cancelled:
+        if not self.run.cancelled:
             evaluate.start_calls(self, items)
         with self.run.changed:
             self._coming.update(names_set_by(items))
@@ -70,6 +70,11 @@ class Executor:
             self._evaluate_next()
             with self.run.changed:
                 self._raise_error()
+
+    def queued(self) -> list[Any]:
+        """What waits for its turn."""
+        with self.run.changed:
+            return [item for items in self._queue for item in items]
 
     def read(self, name: str) -> Variable:
         """Wait for a variable. Raises UnsetVariable, or the error that keeps it from being set."""
@@ -162,7 +167,8 @@ class Executor:
 
     def _running(self) -> bool:
         """Whether more may come without the caller's doing."""
-        return self._active or self.run.author not in (None, threading.get_ident())
+        elsewhere = self.run.stream and self.run.author not in (None, threading.get_ident())
+        return self._active or elsewhere
 
     def _raise_error(self) -> None:
         if self.error is not None:

@@ -184,7 +184,10 @@ def function(func: Function, num_api_spec_tokens: int | None = None) -> Program:
 @overload
 def function(func: None = None, num_api_spec_tokens: int | None = None) -> Callable[[Function], Program]: ...
 def function(func: Function | None = None, num_api_spec_tokens: int | None = None) -> Any:
-    """Make a program of a function whose first parameter is `s`."""
+    """Make a program of a function whose first parameter is `s`.
+
+    `num_api_spec_tokens` is taken for the sake of ported programs: each generation is a request of its own here.
+    """
     if func is None:
         return Program
     return Program(func)

@@ -193,17 +193,38 @@ def test_a_mark_from_elsewhere_means_nothing(fake: FakeServer) -> None:
     assert state.text().endswith("hidden")
 
 
-def test_calls_run_while_the_model_writes(fake: FakeServer) -> None:
-    called = threading.Event()
-    fake.delay = lambda prompt: called.wait(10) and None
+def test_calls_run_while_the_model_writes(fake: FakeServer, api: Any) -> None:
+    allow_api_hosts(api.host)
+    fake.delay = lambda prompt: wait_until(lambda: len(api.asked) > ("second" in prompt))
 
     @function
     def program(s: Any) -> None:
-        s += "Long story." + gen("story") + gen("facts", api_url=lambda: called.set() or "facts")
+        s += "first" + gen("a", max_tokens=1)
+        s += "second" + gen("b") + gen("facts", api_url=f"http://{api.host}/one")
+        s += gen("more", api_url=f"http://{api.host}/two", params={"a": s["a"]})
 
-    state = program.run()
-    assert called.is_set()
-    assert state.text().endswith("facts")
+    @function
+    def later(s: Any) -> None:
+        a = gen("a", max_tokens=1)
+        s += "first" + gen("plain", api_url=f"http://{api.host}/one") + f"{a}" + "second" + gen("b")
+        s += gen("more", api_url=f"http://{api.host}/two", params={"a": a})
+
+    for one in (program, later):
+        assert one.run()["more"] == '{"sky": "sunny"}'
+        assert [path for path, _, _ in api.asked] == ["/one", "/two"]
+        api.asked.clear()
+
+
+def test_functions_are_called_in_order(fake: FakeServer) -> None:
+    called: list[str] = []
+
+    @function
+    def program(s: Any) -> None:
+        s += "x" + gen("a", api_url=lambda: called.append("a") or "a")
+        s += gen("b", api_url=lambda: called.append("b") or "b") + gen("c")
+
+    program.run()
+    assert called == ["a", "b"]
 
 
 def test_text_is_computed_ahead_while_a_call_runs(fake: FakeServer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -104,6 +105,18 @@ def test_unset_variable_is_told_at_once(fake: FakeServer) -> None:
         program.run()
     with pytest.raises(KeyError):
         two_steps.run(text="x")["c"]
+
+
+def test_unset_variable_in_a_thread_of_the_function(fake: FakeServer) -> None:
+    @function
+    def program(s: Any) -> None:
+        forks = s.fork(2)
+        forks += lambda i: f"{i}" + gen("x")
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda fork: fork["y"], forks))
+
+    with pytest.raises(UnsetVariable, match="never set 'y'"):
+        program.run()
 
 
 def test_a_fork_that_fails_is_not_forgotten(fake: FakeServer) -> None:
