@@ -121,7 +121,7 @@ async def settled(client: httpx.AsyncClient, problems: list[str]) -> None:
     """Nothing runs any more, and after a flush every page is free."""
     for _ in range(60):
         flushed = await client.get("/flush_cache")
-        workers = (await client.get("/workers")).json()["workers"]
+        workers = (await client.get("/workers")).json()
         if flushed.status_code == 200 and workers and all(w["pages_free"] == w["num_pages"] for w in workers):
             return
         await asyncio.sleep(0.5)

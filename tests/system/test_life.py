@@ -88,7 +88,7 @@ def test_pages_all_come_home(server: LocalServer) -> None:
     assert eventually(lambda: httpx.get(f"{server.url}/flush_cache", timeout=10).status_code == 200)
 
     def all_free() -> bool:
-        [worker] = httpx.get(f"{server.url}/workers", timeout=10).json()["workers"]
+        [worker] = httpx.get(f"{server.url}/workers", timeout=10).json()
         return bool(worker["pages_free"] == worker["num_pages"] and worker["running"] == 0)
 
     assert eventually(all_free)
