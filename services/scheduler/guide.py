@@ -13,11 +13,16 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from services.scheduler.constraint.matcher import MaskRow
 from services.scheduler.constraint.state import ConstraintState
 from shared import ints
 
 if TYPE_CHECKING:
     from services.scheduler.request import Request
+
+
+SLOW_MS = 25.0
+"""A mask that takes longer is filled before its row is planned: the other rows go on without it."""
 
 
 class Turn(enum.Enum):
@@ -29,7 +34,18 @@ class Turn(enum.Enum):
 
 
 class Guide:
-    __slots__ = ("ending", "eos_id", "filling", "forced", "resting", "sample_at", "state", "taken")
+    __slots__ = (
+        "ending",
+        "eos_id",
+        "filling",
+        "forced",
+        "prepared",
+        "resting",
+        "sample_at",
+        "slow",
+        "state",
+        "taken",
+    )
 
     def __init__(self, state: ConstraintState, eos_id: int) -> None:
         self.state = state
@@ -40,6 +56,8 @@ class Guide:
         self.forced: tuple[int, ...] = ()  # what the oldest row in flight samples, and what must follow it
         self.sample_at = -1  # position of the token that the last dispatched row samples
         self.resting = False  # takes no decode row in the next step
+        self.slow = False  # its masks take too long for a batch to wait for them
+        self.prepared: MaskRow | None = None  # the mask of its next row, filled before that row is planned
 
     def take_accepted(self, request: Request) -> tuple[int, ...]:
         """Output tokens the state has not had; it has them from now on."""
@@ -58,6 +76,15 @@ class Guide:
         forced, self.forced = self.forced, ()
         return forced
 
+    def judge_time(self, elapsed_ms: float) -> None:
+        """What the last mask took decides whether the batch waits for the next one."""
+        self.slow = elapsed_ms > (SLOW_MS / 2 if self.slow else SLOW_MS)
+
+    def wants_preparation(self, request: Request) -> bool:
+        """Its next row waits for a mask that nobody fills yet."""
+        waits = self.slow and self.prepared is None and not self.filling and not self.ending
+        return waits and request.inflight_rows == 0 and request.dispatched >= request.prefill_end
+
     def lose_rows(self) -> None:
         """None of its rows comes back."""
         self.forced = ()
@@ -66,6 +93,8 @@ class Guide:
         """Asked while its prefill is dispatched."""
         end = request.known + len(self.forced)
         if self.ending or end > request.row_end:
+            return Turn.REST
+        if self.slow and self.prepared is None:
             return Turn.REST
         if request.dispatched == self.sample_at and end - request.dispatched <= 1:
             return Turn.DECODE

@@ -17,6 +17,7 @@ from typing import Protocol
 import structlog
 
 from services.scheduler.constraint.masks import FilledMasks, MaskFiller, RowJob, RowOutcome
+from services.scheduler.constraint.matcher import MaskRow
 from services.scheduler.constraint.state import ConstraintState
 from services.scheduler.fleet import Fleet
 from services.scheduler.guide import Guide
@@ -72,10 +73,27 @@ class Masking:
         worker.masks_asked = step.step_id
         worker.masking = True
         worker.head_since = STANDS_STILL
-        held = [_hold(request) for request in step.masked]
+        rows = [_take_prepared(request) for request in step.masked]
+        held = [None if row is not None else _hold(r) for r, row in zip(step.masked, rows, strict=True)]
         jobs = [_job(request, guide) for request, guide in zip(step.masked, held, strict=True)]
         answer = self._get_filler(worker.hello.vocab_size).submit(jobs)
-        answer.add_done_callback(lambda done: self._post(partial(self._answered, worker, step, held, done.result())))
+        answer.add_done_callback(
+            lambda done: self._post(partial(self._answered, worker, step, held, rows, done.result()))
+        )
+
+    def prepare(self, worker: Worker) -> None:
+        """Have masks filled that take too long to be waited for; their rows are planned when they are there."""
+        for request in worker.guided.values():
+            guide = request.guide
+            if guide is None or not guide.wants_preparation(request):
+                continue
+            guide.filling = True
+            answer = self._get_filler(worker.hello.vocab_size).submit([_job(request, guide)])
+            answer.add_done_callback(
+                lambda done, request=request, guide=guide: self._post(  # type: ignore[misc]
+                    partial(self._prepared, request, guide, done.result())
+                )
+            )
 
     def judge(self, request: Request) -> None:
         """Its budget is used up: it ends by itself where its text is complete."""
@@ -92,8 +110,25 @@ class Masking:
             self.filler = MaskFiller(-(-vocab_size // WORD_BITS))
         return self.filler
 
-    def _answered(self, worker: Worker, step: InflightStep, held: list[Guide | None], filled: FilledMasks) -> None:
+    def _prepared(self, request: Request, guide: Guide, filled: FilledMasks) -> None:
+        guide.filling = False
+        if request.finish is None:
+            [outcome] = filled.outcomes
+            guide.prepared = filled.bitmask[0]
+            self._take_outcome(request, guide, outcome, False)
+
+    def _answered(
+        self,
+        worker: Worker,
+        step: InflightStep,
+        held: list[Guide | None],
+        rows: list[MaskRow | None],
+        filled: FilledMasks,
+    ) -> None:
         worker.masking = False
+        for index, row in enumerate(rows):
+            if row is not None:
+                filled.bitmask[index] = row
         for guide in held:
             if guide is not None:
                 guide.filling = False
@@ -108,6 +143,7 @@ class Masking:
                 self._take_outcome(request, guide, outcome, owed)
 
     def _take_outcome(self, request: Request, guide: Guide, outcome: RowOutcome, owed: bool) -> None:
+        guide.judge_time(outcome.elapsed_ms)
         if outcome.error:
             log.warning("matcher failed", request_id=request.request_id, detail=outcome.error)
             self._lifecycle.finish(request, error(f"the constraint could not be followed: {outcome.error}"))
@@ -133,6 +169,14 @@ def _hold(request: Request) -> Guide | None:
         return None
     guide.filling = True
     return guide
+
+
+def _take_prepared(request: Request) -> MaskRow | None:
+    guide = request.guide
+    if guide is None:
+        return None
+    row, guide.prepared = guide.prepared, None
+    return row
 
 
 def _job(request: Request, guide: Guide | None) -> RowJob:

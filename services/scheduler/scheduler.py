@@ -127,6 +127,8 @@ class Scheduler:
         """Dispatch steps while the worker has credit and there is something to do."""
         core = self.core
         try:
+            if worker.guided:
+                core.masking.prepare(worker)
             while worker.has_credit and worker in core.fleet and not worker.masking:
                 plan = core.planner.plan(worker)
                 if plan is None:

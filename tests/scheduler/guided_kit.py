@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from services.scheduler.constraint.masks import FilledMasks, RowJob, RowOutcome, fill_row, judge_row
 from services.scheduler.constraint.state import ConstraintState
@@ -26,6 +27,7 @@ class InlineFiller:
     def __init__(self) -> None:
         self.held = False
         self.asked = 0
+        self.elapsed_ms: Callable[[], float] = lambda: 0.1
         self._waiting: list[Callable[[], None]] = []
 
     def submit(self, jobs: Sequence[RowJob]) -> Future[FilledMasks]:
@@ -33,7 +35,8 @@ class InlineFiller:
 
         def fill() -> FilledMasks:
             bitmask = np.empty((len(jobs), WORDS), np.int32)
-            outcomes = tuple(fill_row(job, bitmask[index]) for index, job in enumerate(jobs))
+            filled = [fill_row(job, bitmask[index]) for index, job in enumerate(jobs)]
+            outcomes = tuple(replace(outcome, elapsed_ms=self.elapsed_ms()) for outcome in filled)
             return FilledMasks(bitmask, outcomes, 0.1)
 
         return self._answer(fill)

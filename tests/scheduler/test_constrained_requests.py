@@ -271,6 +271,30 @@ def test_scored_tokens_have_a_score_each() -> None:
     assert len(stream.logprobs) == len(stream.tokens)
 
 
+def test_a_slow_grammar_holds_up_nobody_else() -> None:
+    """Its masks are filled before its rows are planned: steps go on without it."""
+    fleet, filler, _ = guided_fleet()
+    [worker] = fleet.workers.values()
+    filler.elapsed_ms = lambda: 80.0
+    rid = submit(fleet, tokens(20), OPEN, 12)
+    plain = fleet.submit(tokens(30, 9), 40)
+    fleet.turn()
+    fleet.step(worker)
+    assert fleet.request(rid).guide.slow
+    filler.held = True
+    fleet.turn()
+    before = len(fleet.request(plain).output)
+    for _ in range(12):
+        fleet.step(worker)
+        fleet.turn()
+    assert len(fleet.request(plain).output) > before + 8
+    assert fleet.request(rid).inflight_rows == 0
+    filler.release()
+    fleet.run()
+    check(fleet, rid, OPEN)
+    fleet.assert_answered(plain)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_lives(seed: int) -> None:
@@ -283,6 +307,7 @@ def test_random_lives(seed: int) -> None:
         "max_inflight_steps": rng.choice([1, 2, 2, 3]),
     }
     fleet, filler, _ = guided_fleet(workers=2, hello=hello)
+    filler.elapsed_ms = lambda: rng.choice([0.1, 0.1, 80.0])
     rids: dict[str, Constraint | None] = {}
     aborted: set[str] = set()
     lost = 0
