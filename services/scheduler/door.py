@@ -22,6 +22,7 @@ class Door:
         waiting: WaitingQueue,
         fleet: Fleet,
         requests: Mapping[str, Request],
+        compiling: Mapping[str, Request],
         clock: Clock,
     ) -> None:
         self.draining = False
@@ -29,6 +30,7 @@ class Door:
         self._waiting = waiting
         self._fleet = fleet
         self._requests = requests
+        self._compiling = compiling
         self._clock = clock
 
     def refuse(self, message: GenerateRequest) -> RequestRejected | None:
@@ -65,8 +67,9 @@ class Door:
             return _rejected(message, "no_worker", "no worker is connected", RETRY_AFTER_S)
         if message.output_ids:
             return None  # it was let in once
-        if len(self._waiting) >= config.max_queued_requests:
-            detail = f"{len(self._waiting)} requests are waiting"
+        waiting = len(self._waiting) + len(self._compiling)
+        if waiting >= config.max_queued_requests:
+            detail = f"{waiting} requests are waiting"
         elif self._waiting.tokens + ints.count(message.prompt_ids) > config.max_queued_tokens:
             detail = f"{self._waiting.tokens} tokens are waiting"
         else:

@@ -74,6 +74,7 @@ def _check_states(fleet: Fleet, lifecycle: Lifecycle) -> None:
     assert by_state[State.RUNNING] == len(running), "a running request has no seat"
     assert by_state[State.WAITING] == len(lifecycle.waiting), "a waiting request is not in the queue"
     assert by_state[State.SUSPENDED] == len(lifecycle.suspended), "a suspended request is lost"
+    assert by_state[State.COMPILING] == len(lifecycle.compiling), "a compiling request is lost"
     tokens = sum(request.known for request in lifecycle.waiting)
     assert tokens == lifecycle.waiting.tokens, "the number of waiting tokens is wrong"
     for request in lifecycle.requests.values():

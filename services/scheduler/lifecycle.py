@@ -50,6 +50,7 @@ class Lifecycle:
         self.requests: dict[str, Request] = {}
         self.seats = seats
         self.waiting = waiting
+        self.compiling: dict[str, Request] = {}
         self.suspended: dict[str, Request] = {}
         self.finished: dict[str, Request] = {}  # until their frontends have acknowledged
         self.num_running = 0
@@ -70,19 +71,21 @@ class Lifecycle:
     def compile(self, request: Request, cancel: Callable[[], None]) -> None:
         """Its constraint is being compiled; `cancel` gives that up. No detokenizer hears of it yet."""
         self.requests[request.request_id] = request
+        self.compiling[request.request_id] = request
         request.state = State.COMPILING
         request.cancel = cancel
 
     def admit(self, request: Request) -> None:
         """Its constraint is compiled."""
+        del self.compiling[request.request_id]
         request.state = State.WAITING
         request.cancel = None
         self.accept(request)
 
     def dismiss(self, request: Request) -> None:
         """Its constraint cannot be compiled: it was never here."""
-        if self.requests.get(request.request_id) is request:
-            del self.requests[request.request_id]
+        del self.compiling[request.request_id]
+        del self.requests[request.request_id]
         request.state = State.FINISHED
         request.cancel = None
 
@@ -107,8 +110,10 @@ class Lifecycle:
             self.seats.leave(request)
         elif request.state is State.SUSPENDED:
             self.suspended.pop(request.request_id, None)
-        elif request.cancel is not None:
-            request.cancel()
+        elif request.state is State.COMPILING:
+            del self.compiling[request.request_id]
+            if request.cancel is not None:
+                request.cancel()
         else:
             self.waiting.remove(request)
         request.state = State.FINISHED

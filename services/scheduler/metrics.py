@@ -48,7 +48,8 @@ class Metrics:
     def __init__(self, clock: Clock, decode_log_interval: int) -> None:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.queue_time = Histogram()
-        self.mask_time = Histogram()
+        self.mask_time = Histogram()  # of filling one step's masks
+        self.mask_wait = Histogram()  # of a worker, for them
         self.turns = 0
         self._clock = clock
         self._decode_log_interval = decode_log_interval

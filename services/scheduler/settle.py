@@ -37,6 +37,8 @@ class Settler:
             self._end_failed_rows(step, result)
         if result.scores or result.prompt_scores:
             self._keep_scores(step, result)
+        if step.masked:
+            self._metrics.mask_wait.observe(result.mask_wait_ms / 1e3)
         num_decode = len(step.decode)
         self._append(step.decode, tokens[:num_decode].tolist())
         self._settle_chunks(step, tokens[num_decode:].tolist())

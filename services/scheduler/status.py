@@ -95,6 +95,7 @@ class StatusBoard:
             running_requests=self._lifecycle.num_running,
             waiting_requests=len(self._lifecycle.waiting),
             suspended_requests=len(self._lifecycle.suspended),
+            compiling_requests=len(self._lifecycle.compiling),
             waiting_tokens=self._lifecycle.waiting.tokens,
             used_tokens=used,
             evictable_tokens=cached,
@@ -115,6 +116,7 @@ class StatusBoard:
                 {
                     "queue_time": self._core.metrics.queue_time.snapshot(),
                     "mask_seconds": self._core.metrics.mask_time.snapshot(),
+                    "mask_wait_seconds": self._core.metrics.mask_wait.snapshot(),
                 },
             )
         ]

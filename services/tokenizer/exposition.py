@@ -40,6 +40,8 @@ HISTOGRAMS = (  # name, who measures it, its key there
     (ITL, "tokenizer", ITL),
     (E2E, "tokenizer", E2E),
     ("queue_time_seconds", "scheduler", "queue_time"),
+    ("mask_seconds", "scheduler", "mask_seconds"),
+    ("mask_wait_seconds", "scheduler", "mask_wait_seconds"),
 )
 STATES = frozenset(  # keys of SystemStatus.counters that are no totals
     (
