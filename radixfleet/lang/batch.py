@@ -130,7 +130,7 @@ def _finished(
     finally:
         for execution, future in running.values():
             if not future.cancel():
-                execution.cancel()
+                execution.cancel(wait=False)  # all are told before any is waited for
         pool.shutdown(wait=True, cancel_futures=True)
 
 

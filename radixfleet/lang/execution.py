@@ -98,8 +98,8 @@ class Execution:
         started.wait()
         return self.state
 
-    def cancel(self) -> None:
-        self._run.cancel()
+    def cancel(self, *, wait: bool = True) -> None:
+        self._run.cancel(wait=wait)
 
     def _call(self) -> None:
         self._run.author = threading.get_ident()

@@ -46,6 +46,7 @@ class Executor:
         self.helpers: set[int] = set()  # threads at work for this state
         self._queue: deque[list[Any]] = deque()
         self._coming: Counter[str] = Counter()
+        self._first = parent is None
         self._active = False
         self._thread: threading.Thread | None = None  # the last one, so that its end can be waited for
         run.add(self)
@@ -106,10 +107,17 @@ class Executor:
                     return
 
     def settle(self) -> None:
-        """Wait, and raise the state's error if there is one."""
-        self.wait()
+        """Wait as `look` does, and raise the state's error if there is one."""
+        self.look()
         with self.run.changed:
             self._raise_error()
+
+    def look(self) -> None:
+        """Wait for everything that was appended; whoever watches a stream from outside waits for its end."""
+        self.wait()
+        if self.run.stream and self._first:
+            with self.run.changed:
+                self.run.changed.wait_for(lambda: self.run.author in (None, threading.get_ident()))
 
     def fork(self) -> Executor:
         """A state that goes on from here on its own."""

@@ -87,15 +87,15 @@ class Run:
                 return executor.error
         return None
 
-    def cancel(self) -> None:
-        """Start nothing more, end what the server is doing, and give the threads a moment to notice."""
+    def cancel(self, *, wait: bool = True) -> None:
+        """Start nothing more, end what the server is doing, and (`wait`) give the threads a moment to notice."""
         with self.changed:
             self.cancelled = True
             tags = list(self._tags)
             self.changed.notify_all()
         for tag in tags:
             self._abort(tag)
-        for executor in list(self._executors):
+        for executor in list(self._executors) if wait else ():
             executor.wait(_CANCEL_GRACE_S)
 
     def _abort(self, tag: str) -> None:

@@ -70,7 +70,7 @@ class ProgramState:
 
     def error(self) -> BaseException | None:
         """The state's error, once everything appended was evaluated; None if all is well."""
-        self._executor.wait()
+        self._executor.look()
         self._executor.error_seen = True
         return self._executor.error
 

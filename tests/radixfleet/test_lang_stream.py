@@ -51,6 +51,14 @@ def test_reading_a_value_of_a_running_program(fake: FakeServer) -> None:
     assert state["second"]
 
 
+def test_looking_at_a_stream_waits_for_its_end(fake: FakeServer) -> None:
+    assert story.run(stream=True, temperature=0).text() == story.run(temperature=0).text()
+    assert story.run(stream=True).error() is None
+    state = story.run(stream=True)
+    state.sync()
+    assert {"first", "pick", "second"} <= set(state.over(lambda executor: executor.variables))
+
+
 def test_several_readers(fake: FakeServer) -> None:
     state = story.run(stream=True)
     iterators = [state.text_iter(), state.text_iter()]
