@@ -11,11 +11,13 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 import structlog
 
 from services.scheduler.constraint.compiler import Compiler
 from services.scheduler.constraint.errors import CompilerBusy, ConstraintError
 from services.scheduler.constraint.process import ProcessGone
+from services.scheduler.constraint.protocol import Verdict
 from services.scheduler.constraint.vocabulary import VocabularyError
 from services.scheduler.frontends import Frontends
 from services.scheduler.guide import Guide
@@ -24,6 +26,7 @@ from services.scheduler.masking import WORD_BITS, Post
 from services.scheduler.metrics import Metrics
 from services.scheduler.request import Request
 from shared.messages.request import RejectCode, RequestRejected
+from shared.messages.stream import Finish
 
 log = structlog.get_logger(__name__)
 
@@ -83,6 +86,12 @@ class Compiling:
         task.add_done_callback(self._tasks.discard)
         self._lifecycle.compile(request, lambda: None if task.done() else _cancel(task))
 
+    def check(self, request: Request, finish: Finish) -> None:
+        """End it with the verdict on its text."""
+        task = asyncio.create_task(self._check(request, finish))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def _start(self) -> Compiler | str:
         """The compiler, or why there is none."""
         try:
@@ -122,7 +131,28 @@ class Compiling:
             jump_forward=constraint.jump_forward,
             thinking_end=message.thinking_end_id,
         )
-        return Guide(state, compiler.vocabulary.eos_ids[0])
+        return Guide(state, compiler.vocabulary.eos_ids[0], best_effort=constraint.best_effort)
+
+    async def _check(self, request: Request, finish: Finish) -> None:
+        verdict = Verdict(False, "the check could not be finished", known=False)
+        try:
+            verdict = await self._verdict(request, finish)
+        except Exception:
+            log.exception("text could not be checked", request_id=request.request_id)
+        word = "unknown" if not verdict.known else "conforms" if verdict.valid else "violates"
+        judged = msgspec.structs.replace(finish, verdict=word, violation=verdict.reason)
+        self._post(partial(self._lifecycle.finish, request, judged))
+
+    async def _verdict(self, request: Request, finish: Finish) -> Verdict:
+        constraint = request.message.constraint
+        assert constraint is not None
+        assert self._starting is not None
+        compiler = await asyncio.shield(self._starting)
+        assert isinstance(compiler, Compiler)
+        ids = request.output
+        if len(ids) and ids[-1] == finish.matched_token:
+            ids = ids[:-1]
+        return await compiler.check(constraint, compiler.vocabulary.decode(ids).decode("utf-8", "replace"))
 
     def _admit(self, request: Request, guide: Guide) -> None:
         if request.live:

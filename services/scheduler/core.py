@@ -54,6 +54,7 @@ class Core:
         self.compiling = Compiling(
             config.model_path, self.lifecycle, self.frontends, self.metrics, post, self._compiled, self._vocab_size
         )
+        self.masking.check = self.compiling.check
         self._compose_deciders()
 
     def _compose_deciders(self) -> None:
@@ -99,7 +100,7 @@ class Core:
         """A request that was taken over with tokens: its last one may have ended it before its scheduler was lost."""
         last = request.output[-1]
         if last in request.stops and len(request.output) > request.min_tokens:
-            self.lifecycle.finish(request, Finish(FinishReason.STOP, matched_token=last))
+            self.masking.end(request, Finish(FinishReason.STOP, matched_token=last))
         elif len(request.output) < request.max_tokens:
             return
         elif request.guide is not None:

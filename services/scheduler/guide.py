@@ -35,6 +35,7 @@ class Turn(enum.Enum):
 
 class Guide:
     __slots__ = (
+        "best_effort",
         "ending",
         "eos_id",
         "filling",
@@ -47,9 +48,10 @@ class Guide:
         "taken",
     )
 
-    def __init__(self, state: ConstraintState, eos_id: int) -> None:
+    def __init__(self, state: ConstraintState, eos_id: int, *, best_effort: bool = False) -> None:
         self.state = state
         self.eos_id = eos_id
+        self.best_effort = best_effort  # the finished text is checked
         self.taken = 0  # output tokens the state was given
         self.filling = False  # a job holds the state
         self.ending = False  # the output has its last token, only the verdict is missing

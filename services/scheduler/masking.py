@@ -60,6 +60,7 @@ class Masking:
         self._epoch = epoch
         self._post = post
         self.filler: Filler | None = None
+        self.check: Callable[[Request, Finish], None] | None = None  # ends a request once its text was checked
 
     def close(self) -> None:
         if self.filler is not None:
@@ -94,6 +95,15 @@ class Masking:
                     partial(self._prepared, request, guide, done.result())
                 )
             )
+
+    def end(self, request: Request, finish: Finish) -> None:
+        """Its output has its last token. What could only be enforced in part is checked before the answer goes out."""
+        guide = request.guide
+        if guide is None or self.check is None or not guide.best_effort:
+            self._lifecycle.finish(request, finish)
+            return
+        guide.ending = guide.filling = True  # it neither computes nor is seated again
+        self.check(request, finish)
 
     def judge(self, request: Request) -> None:
         """Its budget is used up: it ends by itself where its text is complete."""
@@ -148,7 +158,7 @@ class Masking:
             log.warning("matcher failed", request_id=request.request_id, detail=outcome.error)
             self._lifecycle.finish(request, error(f"the constraint could not be followed: {outcome.error}"))
         elif outcome.stopped:
-            self._lifecycle.finish(request, Finish(FinishReason.STOP, matched_token=guide.eos_id))
+            self.end(request, Finish(FinishReason.STOP, matched_token=guide.eos_id))
         elif owed:
             guide.keep_forced(request, outcome.forced)
 
@@ -157,9 +167,9 @@ class Masking:
         if outcome.error:
             self._lifecycle.finish(request, error(f"the constraint could not be followed: {outcome.error}"))
         elif outcome.complete:
-            self._lifecycle.finish(request, Finish(FinishReason.STOP, matched_token=guide.eos_id))
+            self.end(request, Finish(FinishReason.STOP, matched_token=guide.eos_id))
         else:
-            self._lifecycle.finish(request, Finish(FinishReason.LENGTH))
+            self.end(request, Finish(FinishReason.LENGTH))
 
 
 def _hold(request: Request) -> Guide | None:

@@ -53,6 +53,8 @@ class Settler:
             if request.finish is not None:
                 continue
             if token < 0:
+                if request.guide is not None and request.guide.ending:
+                    continue
                 self._lifecycle.finish(request, error("the worker skipped a row of a live request"))
                 continue
             output = request.output
@@ -111,7 +113,7 @@ class Settler:
         """End the request where its last token is a stop token."""
         ends = token in request.stops and len(request.output) > request.min_tokens
         if ends:
-            self._lifecycle.finish(request, Finish(FinishReason.STOP, matched_token=token))
+            self._masking.end(request, Finish(FinishReason.STOP, matched_token=token))
         return ends
 
     def _settle_chunks(self, step: InflightStep, tokens: list[int]) -> None:

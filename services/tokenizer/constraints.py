@@ -61,12 +61,9 @@ def read(
 
 
 def _constraint(found: _Found, fields: ConstraintFields, names: Names) -> Constraint:
-    if fields.best_effort:
-        raise invalid(
-            f"{names('best_effort')} is not supported by this server yet.",
-            names("best_effort"),
-            "unsupported_parameter",
-        )
+    if fields.best_effort and getattr(fields, "stop", None):
+        name = names("best_effort")
+        raise invalid(f"{name} cannot be used with stop strings: they cut the text it checks.", name, "invalid_value")
     if fields.any_whitespace and found.kind not in JSON_KINDS:
         raise invalid(
             f"{names('any_whitespace')} goes with JSON, not with {found.field}.",
@@ -77,6 +74,7 @@ def _constraint(found: _Found, fields: ConstraintFields, names: Names) -> Constr
     return Constraint(
         kind=found.kind,
         source=found.source,
+        best_effort=bool(fields.best_effort),
         any_whitespace=bool(fields.any_whitespace),
         complete_within_budget=found.kind == "json_schema" if within_budget is None else within_budget,
         jump_forward=fields.jump_forward is not False,

@@ -7,6 +7,7 @@ receiver can drop what it has and prove that nothing is missing.
 from __future__ import annotations
 
 import enum
+from typing import Literal
 
 from shared.messages.base import Message
 
@@ -26,6 +27,8 @@ class Finish(Message, frozen=True):
     matched_string: str = ""  # the stop string or the regex pattern
     message: str = ""  # ABORT and ERROR: for the client
     status: int = 0  # ABORT and ERROR: the HTTP status the client would get before a stream
+    verdict: Literal["", "conforms", "violates", "unknown"] = ""  # of a best_effort constraint on the finished text
+    violation: str = ""  # why it does not conform, or why nobody knows
 
 
 class Scores(Message, frozen=True):

@@ -85,7 +85,9 @@ class InstantCompiling:
             if request.live:
                 constraint = request.message.constraint
                 assert constraint is not None
-                request.guide = Guide(new_state(constraint), vocabulary().eos_ids[0])
+                request.guide = Guide(
+                    new_state(constraint), vocabulary().eos_ids[0], best_effort=constraint.best_effort
+                )
                 self._fleet.core.lifecycle.admit(request)
                 if request.output:
                     self._fleet.core.resume(request)

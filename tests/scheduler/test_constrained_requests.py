@@ -8,11 +8,12 @@ import re
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from services.scheduler.request import State
+from services.scheduler.request import Request, State
 from shared import ints
 from shared.messages.request import Constraint
-from shared.messages.stream import FinishReason
+from shared.messages.stream import Finish, FinishReason
 from tests.local_fleet import LocalFleet, tokens
 from tests.scheduler.constraint.constraint_kit import byte_tokens
 from tests.scheduler.guided_kit import guided_fleet, obey, text_of
@@ -293,6 +294,26 @@ def test_a_slow_grammar_holds_up_nobody_else() -> None:
     fleet.run()
     check(fleet, rid, OPEN)
     fleet.assert_answered(plain)
+
+
+@pytest.mark.parametrize("budget", [4, 60])
+def test_a_text_that_is_checked_ends_with_the_verdict(budget: int) -> None:
+    fleet, _, _ = guided_fleet()
+    checked: list[tuple[Request, Finish]] = []
+    fleet.core.masking.check = lambda request, finish: checked.append((request, finish))
+    constraint = Constraint(DATE.kind, DATE.source, best_effort=True)
+    rid = submit(fleet, tokens(20), constraint, budget)
+    plain = fleet.submit(tokens(21, 1), 40)
+    fleet.run()
+    [(request, finish)] = checked
+    assert request.live
+    assert fleet.stream(rid).finish is None
+    fleet.assert_answered(plain)
+    fleet.core.lifecycle.finish(request, replace(finish, verdict="violates", violation="because"))
+    fleet.run()
+    check(fleet, rid, constraint)
+    assert fleet.stream(rid).finish.verdict == "violates"
+    assert fleet.stream(rid).finish.reason is (FinishReason.LENGTH if budget == 4 else FinishReason.STOP)
 
 
 @pytest.mark.timeout(300)

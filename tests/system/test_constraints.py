@@ -149,6 +149,21 @@ def test_together_and_beside_plain_streams_and_bad_sources(server: LocalServer) 
     asyncio.run(run())
 
 
+def test_what_cannot_be_enforced_is_refused_or_checked(server: LocalServer) -> None:
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 3, "maxItems": 3}
+    refused = httpx.post(f"{server.url}/generate", json=body(json_schema=schema), timeout=300)
+    assert refused.status_code == 400
+    assert "uniqueItems" in refused.json()["error"]["message"]
+    answer = generate(server, json_schema=schema, best_effort=True)
+    assert len(json.loads(answer["text"])) == 3  # of two values: they cannot be unique
+    assert answer["meta_info"]["constraint_check"]["verdict"] == "violates"
+    schema = {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "maxItems": 1}
+    answer = generate(server, json_schema=schema, best_effort=True)
+    assert answer["meta_info"]["constraint_check"] == {"verdict": "conforms", "reason": None}
+    plain = generate(server, json_schema=PERSON)
+    assert "constraint_check" not in plain["meta_info"]
+
+
 def test_an_abandoned_stream_leaves_the_server_well(server: LocalServer) -> None:
     request = {**body(regex="[a-z ]{400}", max_new_tokens=300), "stream": True}
     with httpx.stream("POST", f"{server.url}/generate", json=request, timeout=300) as answer:

@@ -81,6 +81,7 @@ class ChatAnswerer:
             "logprobs": self._logprobs(output),
             "finish_reason": finish.reason(output.finish),
             "matched_stop": finish.matched(output.finish),
+            **finish.verdict(output.finish),
         }
 
     def _content(self, index: int, news: Output) -> bytes:
@@ -100,6 +101,7 @@ class ChatAnswerer:
             "logprobs": logprobs,
             "finish_reason": finish.reason(ended.finish) if ended is not None else None,
             "matched_stop": finish.matched(ended.finish) if ended is not None else None,
+            **finish.verdict(ended.finish if ended is not None else None),
         }
         return self._head + sse.json_bytes(choice) + self._end_of_chunk()
 

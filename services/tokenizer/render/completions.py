@@ -85,6 +85,7 @@ class CompletionAnswerer:
             "logprobs": self._blocks(index, output, echo) if self._with_logprobs else None,
             "finish_reason": finish.reason(output.finish) if ended else None,
             "matched_stop": finish.matched(output.finish) if ended else None,
+            **finish.verdict(output.finish if ended else None),
         }
 
     def _ended(self, index: int, output: Output) -> dict[str, Any]:
@@ -94,6 +95,7 @@ class CompletionAnswerer:
             "logprobs": None,
             "finish_reason": finish.reason(output.finish),
             "matched_stop": finish.matched(output.finish),
+            **finish.verdict(output.finish),
         }
 
     def _blocks(self, index: int, output: Output, echo: EchoedPrompt | None) -> dict[str, Any]:

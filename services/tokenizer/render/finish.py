@@ -22,6 +22,13 @@ def matched(finish: Finish | None) -> int | str | None:
     return finish.matched_token if finish.matched_token >= 0 else finish.matched_string or None
 
 
+def verdict(finish: Finish | None) -> dict[str, Any]:
+    """The check of a best_effort constraint, as a member of the answer; nothing where none was asked for."""
+    if finish is None or not finish.verdict:
+        return {}
+    return {"constraint_check": {"verdict": finish.verdict, "reason": finish.violation or None}}
+
+
 def native(output: Output) -> dict[str, Any] | None:
     """The finish_reason object of /generate."""
     finish = output.finish

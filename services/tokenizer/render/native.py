@@ -89,6 +89,7 @@ class NativeAnswerer:
         if output.finish is not None:
             meta["e2e_latency"] = time.monotonic() - self._started
         meta.update(logprobs)
+        meta.update(finish.verdict(output.finish))
         answer: dict[str, Any] = {"text": output.text, "output_ids": output.token_ids.tolist(), "meta_info": meta}
         if item.return_prompt_ids:
             answer["prompt_token_ids"] = item.prompt_ids.tolist()
