@@ -20,7 +20,7 @@ from radixfleet.lang.choices import ChoicesMethod
 REGEX_INT = r"[-+]?[0-9]+[ \n]*"
 REGEX_FLOAT = r"[-+]?[0-9]*\.?[0-9]+[ \n]*"
 REGEX_BOOL = r"(True|False)"
-REGEX_STR = r'"[\w\d\s]*"'
+REGEX_STR = r'"[\w\d ]*"'  # of all blanks only the space may stand in a JSON string
 
 _numbers = itertools.count(1)
 E = TypeVar("E", bound="Expr")

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 import pytest
 
 import radixfleet
-from radixfleet import ApiCallError, allow_api_hosts, forbid_api_hosts
+from radixfleet import ApiCallError
 from tests.radixfleet.fake_model_server import END, FakeServer
+from tests.radixfleet.fake_weather import fake_weather
 
 JSON_PROGRAM = r"""
 from radixfleet import function, gen, set_default_backend, Runtime
@@ -54,32 +53,10 @@ ret = plan_trip.run(user_input="去杭州玩三天，下周二出发")
 """
 
 
-class _Weather(BaseHTTPRequestHandler):
-    server: Any
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nobody reads it."""
-
-    def do_GET(self) -> None:
-        self.server.asked.append(urlsplit(self.path))
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write("晴，25℃".encode())
-
-
 @pytest.fixture
 def weather() -> Iterator[Any]:
-    """Stands for api.weather.com."""
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), _Weather)
-    server.asked = []
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    allow_api_hosts("api.weather.com", at=f"http://127.0.0.1:{server.server_address[1]}")
-    yield server
-    forbid_api_hosts()
-    server.shutdown()
-    server.server_close()
-    thread.join(5)
+    with fake_weather() as server:
+        yield server
 
 
 def execute(source: str) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def test_constraints_and_types(fake: FakeServer) -> None:
     params = [body["sampling_params"] for body in fake.generations()]
     assert params[0]["regex"] == r"[-+]?[0-9]+[ \n]*"
     assert params[0]["stop"] == [";", " ", "\n"]
-    assert params[1]["regex"] == r'"[\w\d\s]*"'
+    assert params[1]["regex"] == r'"[\w\d ]*"'
     assert params[2]["regex"] == r"[-+]?[0-9]*\.?[0-9]+[ \n]*"
     assert params[3]["json_schema"] == '{"type": "object"}'
     assert params[4]["ebnf"] == 'root ::= "a"'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+import radixfleet
 from radixfleet import (
     BackendError,
     Engine,
@@ -29,6 +31,8 @@ from radixfleet import (
     user,
 )
 from radixfleet.local_server import ServerFailed
+from tests.radixfleet.fake_weather import fake_weather
+from tests.radixfleet.test_lang_articles import JSON_PROGRAM, TRIP_PROGRAM
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 EXAMPLES = Path(__file__).parents[2] / "examples" / "programs"
@@ -46,6 +50,12 @@ def runtime(model_dir: Path) -> Iterator[Runtime]:
         server.get_server_info()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
+
+
+@pytest.fixture
+def weather() -> Iterator[Any]:
+    with fake_weather() as server:
+        yield server
 
 
 @function
@@ -106,12 +116,33 @@ def test_stream_and_errors(runtime: Runtime) -> None:
     assert get_server_info()["ready"] is True
 
 
-@pytest.mark.parametrize("name", ["few_shot", "chat_turns", "tips", "react", "trip", "tree_of_thought"])
+@pytest.mark.parametrize(
+    "name", ["few_shot", "chat_turns", "tips", "react", "trip", "tree_of_thought", "parallel_json"]
+)
 def test_examples(runtime: Runtime, name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), runtime.url]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_the_json_program_of_the_article(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(radixfleet, "Runtime", lambda model_path: runtime, raising=False)
+    for _ in range(3):
+        exec(compile(JSON_PROGRAM, "article", "exec"), {})
+        written = capsys.readouterr().out
+        assert set(json.loads(written, strict=False)) == {"name", "age", "city"}
+
+
+def test_the_trip_program_of_the_article(runtime: Runtime, weather: Any) -> None:
+    namespace: dict[str, Any] = {}
+    exec(compile(TRIP_PROGRAM, "article", "exec"), namespace)
+    state = namespace["ret"]
+    assert f"，日期：{state['date']}，天气：晴，25℃" in state.text()
+    assert state.text().endswith(state["final_plan"])
+    assert len(weather.asked) == 1
 
 
 def test_engine(model_dir: Path) -> None:
