@@ -25,6 +25,7 @@ MAX_TEMPERATURE = 1e4
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 1024
+MAX_ID = (1 << 31) - 1
 MAX_BIASES = 4096
 MAX_SCORE_BYTES = 16 << 20
 _INTEGER = re.compile(r"-?[0-9]{1,20}")
@@ -145,7 +146,8 @@ def _top_k(value: int | None, name: str, defaults: Mapping[str, float], vocab: i
 
 
 def _stop_ids(fields: SamplingFields, name: str, model: ModelFolder) -> tuple[int, ...]:
-    wished = validation.token_ids(name, fields.stop_token_ids or (), model.vocab_size, MAX_STOP_IDS)
+    given = validation.token_ids(name, fields.stop_token_ids or (), MAX_ID + 1, MAX_STOP_IDS)
+    wished = [token for token in given if token < model.vocab_size]  # others are never sampled: nothing to do for them
     own: Sequence[int] = () if fields.ignore_eos else model.eos_ids
     return tuple(sorted({*wished, *own}))
 
