@@ -91,7 +91,8 @@ def load_model(
     """
     started = time.monotonic()
     folder = read_folder(model_path)
-    options = LoadOptions(device, dtype, load_format, context_length, deterministic)
+    native = attention_backend != "reference"
+    options = LoadOptions(device, dtype, load_format, context_length, deterministic, native)
     config, model = _load(folder, options, model_impl)
     log.info(
         "model loaded",

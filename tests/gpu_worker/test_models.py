@@ -25,10 +25,18 @@ from tests.gpu_worker.tiny_models import (
 TOLERANCE = 1e-4
 
 
+@pytest.fixture(scope="module", params=["reference", "native"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The attention; with the native one the layers run in the kernels as well, where those can run the model."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module", params=sorted(OWN_MODELS))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LoadedModel]:
+def pair(
+    request: pytest.FixtureRequest, backend: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, LoadedModel]:
     folder = tmp_path_factory.mktemp(request.param)
-    return save_model(request.param, folder), load(folder, model_impl="own")
+    return save_model(request.param, folder), load(folder, model_impl="own", attention_backend=backend)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -140,11 +148,14 @@ def test_older_rope_keys_mean_the_same(tmp_path: Path) -> None:
     assert_close(Session(load(tmp_path)).step([(Sequence(tokens), 37)]), reference_logits(model, tokens))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near_fp32(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [(torch.bfloat16, "reference"), (torch.bfloat16, "native"), (torch.float16, "reference")],
+)
+def test_half_precision_stays_near_fp32(tmp_path: Path, dtype: torch.dtype, backend: str) -> None:
     model = save_model("qwen3", tmp_path)
     tokens = random_tokens(37, seed=1)
-    loaded = load(tmp_path, dtype=dtype)
+    loaded = load(tmp_path, dtype=dtype, attention_backend=backend)
     assert loaded.config.dtype is dtype
     logits = Session(loaded).step([(Sequence(tokens), 37)])
     expected = reference_logits(model, tokens)

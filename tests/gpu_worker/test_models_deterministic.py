@@ -10,11 +10,12 @@ import torch
 from tests.gpu_worker.tiny_models import Sequence, Session, load, random_tokens, save_model
 
 
+@pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama-biased", "qwen3", "mistral", "gemma2"])
-def test_bits_do_not_depend_on_the_company(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_bits_do_not_depend_on_the_company(tmp_path: Path, name: str, dtype: torch.dtype, backend: str) -> None:
     save_model(name, tmp_path)
-    loaded = load(tmp_path, dtype=dtype, deterministic=True)
+    loaded = load(tmp_path, dtype=dtype, attention_backend=backend, deterministic=True)
     tokens = random_tokens(29, seed=1)
     alone = Session(loaded).step([(Sequence(tokens), 29)])
 

@@ -47,6 +47,7 @@ OWN_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama-biased": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "hidden_act": "gelu"}),
+    "llama-biased-silu": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
     "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
     "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-yarn": ("Llama", {"rope_parameters": YARN}),

@@ -61,6 +61,10 @@ class Linear:
                 known[weight.shape] = ROW_TILE if _rows_are_independent(self._product, rows) else 1
             self._row_tile = known[weight.shape]
 
+    def release(self) -> None:
+        """Forget the weight, of which someone holds a copy; this layer multiplies no more."""
+        self._product, self._weight = _released, None
+
     def _tiled(self, x: torch.Tensor) -> torch.Tensor:
         rows, tile = x.shape[0], self._row_tile
         out = x.new_empty((rows, self.outputs))
@@ -72,6 +76,10 @@ class Linear:
             padded[: rows - whole] = x[whole:]
             out[whole:] = self._product(padded)[: rows - whole]
         return out
+
+
+def _released(_x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("the weight has been released")
 
 
 def _packed_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product | None:

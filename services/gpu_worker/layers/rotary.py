@@ -59,7 +59,12 @@ class Rotary:
         self._deterministic = deterministic
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [T] -> cos and signed sin, fp32 [T, 1, head_dim] each."""
+        """positions int64 [T] -> cos and signed sin, fp32 [T, 1, head_dim] each, as `rotate` takes them."""
+        cos, sin = self.halves(positions)
+        return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+
+    def halves(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions int64 [T] -> cos and sin, fp32 [T, head_dim / 2] each."""
         angles = positions[:, None].float() * self._frequencies
         if self._deterministic and positions.shape[0] > 1:
             # Vector kernels round a tail differently, and where a tail falls depends on T.
@@ -69,7 +74,7 @@ class Rotary:
             cos, sin = angles.cos(), angles.sin()
         if self._factor != 1.0:
             cos, sin = cos * self._factor, sin * self._factor
-        return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
+        return cos, sin
 
 
 def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

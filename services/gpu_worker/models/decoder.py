@@ -13,11 +13,13 @@ import torch.nn.functional as F
 
 from services.gpu_worker.attention.base import AttentionBackend, AttentionSpec
 from services.gpu_worker.batch import ForwardBatch
+from services.gpu_worker.kernels.library import Library
 from services.gpu_worker.layers.activation import ACTIVATIONS, gated, gated_by_row
 from services.gpu_worker.layers.linear import Linear
 from services.gpu_worker.layers.norm import rms_norm
 from services.gpu_worker.layers.rotary import Rotary, rotate
 from services.gpu_worker.models.families import DecoderConfig
+from services.gpu_worker.models.native_step import NativeStep
 
 RopeTables = tuple[torch.Tensor, torch.Tensor]
 
@@ -99,16 +101,26 @@ class Decoder:
         self.head = Linear(self.embedding if config.tied else torch.empty_like(self.embedding))
         self._rotary = Rotary(config.rope, max_context, device, deterministic=deterministic)
         self._deterministic = deterministic
+        self._native: NativeStep | None = None
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """fp32 logits [len(batch.logit_rows), vocab]."""
         attention.plan(batch)
         x = F.embedding(batch.token_ids, self.embedding)
+        if self._native is not None and self._native.takes(batch.num_tokens):
+            x = self._native.layers(x, self._rotary.halves(batch.positions), batch.logit_rows, attention)
+        else:
+            x = self._layer_by_layer(x, batch, attention)
+        if self._native is not None and self._native.takes(x.shape[0]):
+            return self._native.logits(x)
+        return self.head(rms_norm(x, self.final_norm, self.config.norm_eps)).float()
+
+    def _layer_by_layer(self, x: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
+        """[T, hidden] -> the rows whose logits are wanted, [L, hidden]."""
         rope = self._rotary.tables(batch.positions)
         for layer in self.layers[:-1]:
             x = layer.forward(x, rope, attention, None)
-        x = self.layers[-1].forward(x, rope, attention, batch.logit_rows)
-        return self.head(rms_norm(x, self.final_norm, self.config.norm_eps)).float()
+        return self.layers[-1].forward(x, rope, attention, batch.logit_rows)
 
     def targets(self) -> dict[str, torch.Tensor]:
         """Every tensor a checkpoint must have, by its name there, as the place it belongs in."""
@@ -123,11 +135,18 @@ class Decoder:
         """Tensors a checkpoint may have beyond `targets`: a copy of the tied head, buffers old exporters wrote."""
         return (name == "lm_head.weight" and self.config.tied) or _OLD_ROPE_BUFFER.fullmatch(name) is not None
 
-    def finish_loading(self) -> None:
-        """Once all weights are in place: what depends on their values."""
+    def finish_loading(self, kernels: Library | None = None) -> None:
+        """Once all weights are in place: what depends on their values.
+
+        With `kernels` the decoder runs over native attention only.
+        """
         for layer in self.layers:
             if layer.qk_norm is not None:
                 _spread_qk_norm(layer.qk_norm, self.config)
+        if kernels is not None:
+            self._native = NativeStep(kernels, self, deterministic=self._deterministic)
+            if not self._native.keeps_plain:
+                return
         tiles: dict[torch.Size, int] = {}
         for linear in (self.head, *(linear for layer in self.layers for linear in layer.linears())):
             linear.prepare(deterministic=self._deterministic, tiles=tiles)

@@ -14,6 +14,7 @@ from services.gpu_worker.models.config import ModelConfig, ModelFolder, limit_co
 from services.gpu_worker.models.decoder import Decoder, attention_spec
 from services.gpu_worker.models.dummy import fill_random
 from services.gpu_worker.models.families import DecoderConfig
+from services.gpu_worker.models.native_step import native_kernels
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
@@ -35,6 +36,7 @@ class LoadOptions:
     load_format: LoadFormat
     context_length: int  # 0: the model's
     deterministic: bool
+    native: bool = False  # whether attention will be native, which the own decoder's kernels need
 
 
 def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) -> tuple[ModelConfig, Model]:
@@ -47,7 +49,7 @@ def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) 
         fill_random(model.targets())
     else:
         copy_weights(checkpoint, model.targets(), model.ignorable)
-    model.finish_loading()
+    model.finish_loading(native_kernels(decoder, dtype, options.device) if options.native else None)
     config = ModelConfig(
         architecture=folder.architecture,
         model_type=folder.model_type,

@@ -1,0 +1,109 @@
+"""The own decoder's layers and head in the CPU kernels. Leaves embedding and rotary tables to `decoder`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from services.gpu_worker.attention.base import AttentionBackend
+from services.gpu_worker.attention.native import NativeAttention
+from services.gpu_worker.kernels import NativeUnavailable, library
+from services.gpu_worker.kernels.decoder import LayerWeights, NativeDecoder
+from services.gpu_worker.kernels.library import DTYPES, Library
+from services.gpu_worker.layers.packed_linear import PackedLinear
+from services.gpu_worker.models.families import DecoderConfig
+
+if TYPE_CHECKING:
+    from services.gpu_worker.layers.linear import Linear
+    from services.gpu_worker.models.decoder import Decoder, DecoderLayer
+
+# Up to this many rows the kernels take less CPU time than torch over oneDNN's layout: they stream each weight once and
+# do norms, gates and sums in place (135M model, AMX: 30 % less at 256 decode rows). Beyond it products are bound by
+# arithmetic, where oneDNN's tiles do as well or better.
+NATIVE_ROWS = 256
+# Models up to this size keep a second copy of their weights in oneDNN's layout, for steps beyond NATIVE_ROWS.
+SECOND_COPY_BYTES = 2 << 30
+
+log = structlog.get_logger()
+
+
+def native_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Library | None:
+    """The kernels to run `config` with; None where they cannot, or are not there."""
+    if device.type != "cpu" or dtype not in DTYPES:
+        return None
+    reason = _obstacle(config, dtype)
+    try:
+        kernels = library.load()
+    except NativeUnavailable as error:
+        reason = str(error)
+    else:
+        if reason is None:
+            return kernels
+    log.info("decoder layers in plain torch", reason=reason)
+    return None
+
+
+def _obstacle(config: DecoderConfig, dtype: torch.dtype) -> str | None:
+    if config.activation not in ("silu", "swish"):
+        return f"no kernel for activation {config.activation!r}"
+    if dtype == torch.bfloat16 and (config.hidden % 2 or config.intermediate % 2):
+        return "no bf16 kernel for odd sizes"
+    return None
+
+
+class NativeStep:
+    """Packed copies of a loaded decoder's weights; not for more than one thread.
+
+    A token's logits do not depend on the rows beside it. `keeps_plain`: whether the decoder keeps its own weights too
+    and runs larger steps with them; else these copies replace them, one after the other, and every step runs here.
+    """
+
+    def __init__(self, kernels: Library, decoder: Decoder, *, deterministic: bool) -> None:
+        config = decoder.config
+        linears = [decoder.head, *(linear for layer in decoder.layers for linear in layer.linears())]
+        size = sum(linear.weight.nbytes for linear in linears)
+        # One way of summing for all sizes of step is what deterministic asks for.
+        self.keeps_plain = not deterministic and size <= SECOND_COPY_BYTES
+        self._norm, self._eps = decoder.final_norm, config.norm_eps
+        layers = [
+            self._pack_layer(kernels, layer, rope)
+            for layer, rope in zip(decoder.layers, config.rope_layers, strict=False)
+        ]
+        self._head = self._pack(kernels, decoder.head)
+        self._layers = NativeDecoder(kernels, layers, q_heads=config.num_heads, eps=config.norm_eps)
+
+    def takes(self, rows: int) -> bool:
+        return not self.keeps_plain or rows <= NATIVE_ROWS
+
+    def layers(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], keep: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """x [T, hidden] is overwritten; rope is cos and sin, fp32 [T, D / 2]. Tokens `keep` [L] -> [L, hidden]."""
+        if not isinstance(attention, NativeAttention):
+            raise TypeError(f"weights packed for native attention, not for {type(attention).__name__}")
+        return self._layers.forward(x, *rope, keep, attention)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """x [L, hidden], not yet normalised -> fp32 [L, vocab]."""
+        return self._head.forward(x, norm=self._norm, eps=self._eps, float32=True)
+
+    def _pack_layer(self, kernels: Library, layer: DecoderLayer, rope: bool) -> LayerWeights:
+        return LayerWeights(
+            qkv=self._pack(kernels, layer.qkv),
+            output=self._pack(kernels, layer.output),
+            gate_up=self._pack(kernels, layer.gate_up, gated=True),
+            down=self._pack(kernels, layer.down),
+            input_norm=layer.input_norm,
+            mlp_norm=layer.mlp_norm,
+            qk_norm=layer.qk_norm,
+            spec=layer.spec,
+            rope=rope,
+        )
+
+    def _pack(self, kernels: Library, linear: Linear, *, gated: bool = False) -> PackedLinear:
+        packed = PackedLinear(kernels, linear.weight, linear.bias, gated=gated)
+        if not self.keeps_plain:
+            linear.release()
+        return packed
