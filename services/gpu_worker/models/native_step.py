@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from services.gpu_worker.layers.linear import Linear
     from services.gpu_worker.models.decoder import Decoder, DecoderLayer
 
-# Up to this many rows the kernels take less CPU time than torch over oneDNN's layout: they stream each weight once and
-# do norms, gates and sums in place (135M model, AMX: 30 % less at 256 decode rows). Beyond it products are bound by
-# arithmetic, where oneDNN's tiles do as well or better.
+# Few rows are bound by reading weights, which the kernels do once, with norms and gates in place. Where torch over
+# oneDNN's layout catches up is not settled: on a busy machine (135M model, AMX) it lay anywhere from 128 rows to beyond
+# 512, depending on the run; this is a value in between.
 NATIVE_ROWS = 256
 # Models up to this size keep a second copy of their weights in oneDNN's layout, for steps beyond NATIVE_ROWS.
 SECOND_COPY_BYTES = 2 << 30
