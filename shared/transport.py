@@ -8,6 +8,7 @@ event *and every send* the socket's state is looked at again; all of that is in 
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 from collections.abc import Callable
@@ -43,7 +44,7 @@ class PeerBusy(Exception):
     """The peer's queue is at its high-water mark: it is dead, frozen, or credits were ignored."""
 
 
-class _Socket(Generic[T]):
+class _Socket(abc.ABC, Generic[T]):
     """What Server and Client share: the drain of an edge-triggered socket and its monitor."""
 
     def __init__(self, kind: int, receive: Any, context: zmq.Context[zmq.Socket[bytes]] | None) -> None:
@@ -129,8 +130,9 @@ class _Socket(Generic[T]):
         if not self._closed and self.on_writable is not None:
             self.on_writable()
 
+    @abc.abstractmethod
     def _deliver(self, frames: Frames) -> None:
-        raise NotImplementedError
+        """One message has arrived."""
 
     def _decode(self, data: bytes, sender: bytes) -> T | None:
         try:
