@@ -26,6 +26,12 @@ TOLD = re.compile(r"fake (\S+) (\w+) (\d+)")  # anywhere: lines of several proce
 ALL = {"scheduler", "detokenizer", "worker-0", "tokenizer"}
 
 
+def heed_signals() -> None:
+    """The tests may run under nohup or in the background, where these are ignored and the launcher respects that."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Serve:
     """One run of the launcher; its output is read line by line, and its end is the end of everybody's output."""
 
@@ -55,6 +61,7 @@ class Serve:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=heed_signals,
         )
 
     def until(self, wanted: Callable[[str], bool] | str) -> str:
