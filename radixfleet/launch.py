@@ -75,7 +75,9 @@ class _Launch:
         return 0
 
     async def _live(self, model: Path, folder: Path) -> None:
-        specs = child_specs(self._options, model, folder, self._listener.fileno(), self._modules)
+        specs = child_specs(
+            self._options, model, folder, self._listener.fileno(), self._modules, self._listener.getsockname()[:2]
+        )
         say("starting " + ", ".join(spec.name for spec in specs))
         self._supervisor = supervisor = Supervisor(specs, say, self._options.frozen_timeout)
         try:

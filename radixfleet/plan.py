@@ -19,14 +19,16 @@ def child_specs(
     folder: Path,
     http_fd: int,
     modules: Mapping[str, str] = MODULES,
+    address: tuple[str, int] | None = None,
 ) -> list[ChildSpec]:
-    """scheduler, detokenizer, workers, tokenizer; `http_fd` is the tokenizer's listening socket.
+    """scheduler, detokenizer, workers, tokenizer; `http_fd` is the tokenizer's listening socket, on `address`.
 
               tokenizer.sock        detokenizer.sock       text.sock
     tokenizer ------------> scheduler <------------ detokenizer <------------ tokenizer
                                 ^ worker.sock (or --worker-bind)
                               workers
     """
+    listening = {} if address is None else {PREFIX + "HOST": address[0], PREFIX + "PORT": str(address[1])}
     base = environment({**os.environ, **options.variables})
     base.update(_settings(options, model, folder))
     worker_bind = options.worker_bind or _ipc(folder, "worker")
@@ -52,7 +54,7 @@ def child_specs(
             spec(f"worker-{n}", "worker", _share(options, n), scheduler=_local(worker_bind))
             for n in range(options.workers)
         ),
-        spec("tokenizer", "tokenizer", scheduler=_ipc(folder, "tokenizer"), http_fd=str(http_fd)),
+        spec("tokenizer", "tokenizer", listening, scheduler=_ipc(folder, "tokenizer"), http_fd=str(http_fd)),
     ]
 
 

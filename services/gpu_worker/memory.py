@@ -19,6 +19,9 @@ class MemoryPlanError(ValueError):
     """The pool that is wanted does not fit; the message says what to change."""
 
 
+LEAST_PAGES = 2  # one to fill and one spare, for the copy of a half-filled page
+
+
 @dataclass(frozen=True, slots=True)
 class PoolWish:
     """What decides the size of the pool. Sizes in tokens are of KV, `max_total_tokens` 0 means from free memory."""
@@ -38,7 +41,12 @@ def plan_pages(wish: PoolWish, free_before: int, free_now: int) -> int:
     Raises MemoryPlanError where the pool that is asked for, or one request of full context, does not fit.
     """
     if wish.max_total_tokens:
-        pages = max(1, wish.max_total_tokens // wish.page_size)
+        pages = wish.max_total_tokens // wish.page_size
+        if pages < LEAST_PAGES:
+            raise MemoryPlanError(
+                f"--max-total-tokens {wish.max_total_tokens} is less than the {LEAST_PAGES * wish.page_size} tokens "
+                f"({LEAST_PAGES} pages) that the smallest request needs"
+            )
         if pages * wish.bytes_per_page > free_now:
             raise MemoryPlanError(
                 f"--max-total-tokens {wish.max_total_tokens} needs {_mib(pages * wish.bytes_per_page)}, "

@@ -26,7 +26,8 @@ def error(message: str, status: int = 500) -> Finish:
     return Finish(FinishReason.ERROR, message=message, status=status)
 
 
-def abort(message: str, status: int = 499) -> Finish:
+def abort(message: str, status: int = 0) -> Finish:
+    """Status 0: somebody's wish, so the answer so far is an answer; else the failure a client is told."""
     return Finish(FinishReason.ABORT, message=message, status=status)
 
 

@@ -46,7 +46,10 @@ def test_one_full_request_must_fit() -> None:
 
 def test_what_is_asked_for_wins_even_when_tiny() -> None:
     assert plan_pages(wish(max_total_tokens=64), 10 * GIB, 10 * GIB) == 4
-    assert plan_pages(wish(max_total_tokens=3), 10 * GIB, 10 * GIB) == 1
+    assert plan_pages(wish(max_total_tokens=32), 10 * GIB, 10 * GIB) == 2
+    for tokens in (1, 5, 31):
+        with pytest.raises(MemoryPlanError, match="smallest request"):
+            plan_pages(wish(max_total_tokens=tokens), 10 * GIB, 10 * GIB)
     with pytest.raises(MemoryPlanError, match="--max-total-tokens"):
         plan_pages(wish(max_total_tokens=16 * 20_000), 10 * GIB, 10 * GIB)
 
