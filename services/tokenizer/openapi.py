@@ -19,6 +19,7 @@ BODIES = (
     schema.TokenizeBody,
     schema.DetokenizeBody,
     schema.AbortBody,
+    schema.ChatTemplateBody,
     ErrorBody,
 )
 _REF = "#/components/schemas/{name}"
