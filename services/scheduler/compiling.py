@@ -130,6 +130,7 @@ class Compiling:
             complete_within_budget=constraint.complete_within_budget,
             jump_forward=constraint.jump_forward,
             thinking_end=message.thinking_end_id,
+            refuse_small_budget=constraint.refuse_small_budget,
         )
         return Guide(state, compiler.vocabulary.eos_ids[0], best_effort=constraint.best_effort)
 

@@ -76,8 +76,10 @@ def _constraint(found: _Found, fields: ConstraintFields, names: Names) -> Constr
         source=found.source,
         best_effort=bool(fields.best_effort),
         any_whitespace=bool(fields.any_whitespace),
-        complete_within_budget=found.kind == "json_schema" if within_budget is None else within_budget,
+        complete_within_budget=within_budget is not False,
         jump_forward=fields.jump_forward is not False,
+        # Half a JSON document is worth nothing; half a text of another grammar may be what was asked for.
+        refuse_small_budget=found.kind == "json_schema" or within_budget is True,
     )
 
 

@@ -51,6 +51,7 @@ class Constraint(Message, frozen=True):
     any_whitespace: bool = False
     complete_within_budget: bool = False
     jump_forward: bool = True
+    refuse_small_budget: bool = True  # False: where no complete text fits, the output is cut instead
 
 
 class GenerateRequest(Message, frozen=True, tag=10):

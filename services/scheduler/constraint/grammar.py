@@ -40,16 +40,21 @@ class CompiledGrammar:
         complete_within_budget: bool = False,
         jump_forward: bool = True,
         thinking_end: int = -1,
+        refuse_small_budget: bool = True,
     ) -> ConstraintState:
-        """A new output's state. Raises ConstraintError where no text can fit into `max_tokens`. Microseconds."""
+        """A new output's state, in microseconds.
+
+        Raises ConstraintError where no text can fit into `max_tokens`, unless that is not to be refused.
+        """
         guard = None
         if complete_within_budget and self.ending.shortest is not None:
             needed = len(self.ending.shortest) + (thinking_end >= 0)
-            if max_tokens < needed:
+            if max_tokens >= needed:
+                guard = BudgetGuard(self.ending, self._order)
+            elif refuse_small_budget:
                 raise ConstraintError(
                     self.kind, f"a complete text takes at least {needed} tokens, but max_new_tokens is {max_tokens}"
                 )
-            guard = BudgetGuard(self.ending, self._order)
         return ConstraintState(self._base.fork(), guard, jump_forward=jump_forward, thinking_end=thinking_end)
 
 
