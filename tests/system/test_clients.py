@@ -130,7 +130,7 @@ def test_curl_streams_chat_and_generate(server: LocalServer) -> None:
     assert events[-1] == "data: [DONE]"
     first = json.loads(events[0].removeprefix("data: "))
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    body = json.dumps({"text": "The capital city of France is", "sampling_params": {"max_new_tokens": 4}})
+    body = json.dumps({"text": "The capital city of France is", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}})
     answer = json.loads(curl(f"{server.url}/generate", "-H", "Content-Type: application/json", "-d", body))
     assert answer["meta_info"]["completion_tokens"] == 4
 
