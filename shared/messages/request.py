@@ -7,7 +7,16 @@ from typing import Literal
 from shared.messages.base import Message
 from shared.messages.control import ServiceMetrics
 
-RejectCode = Literal["queue_full", "too_long", "bad_constraint", "no_worker", "draining", "duplicate_id", "internal"]
+RejectCode = Literal[
+    "queue_full",
+    "too_long",
+    "bad_constraint",
+    "no_worker",
+    "draining",
+    "duplicate_id",
+    "internal",
+    "rate_limited",
+]
 OperationName = Literal[
     "flush_cache",
     "abort_all",
@@ -45,13 +54,14 @@ class SamplingParams(Message, frozen=True):
 class Constraint(Message, frozen=True):
     """What the output must conform to; only the scheduler's compiler reads the source."""
 
-    kind: Literal["regex", "json_schema", "ebnf", "lark", "choice", "structural_tag"]
+    kind: Literal["regex", "json_schema", "ebnf", "lark", "choice", "structural_tag", "xml_schema"]
     source: str
     best_effort: bool = False
     any_whitespace: bool = False
     complete_within_budget: bool = False
     jump_forward: bool = True
     refuse_small_budget: bool = True  # False: where no complete text fits, the output is cut instead
+    field: str = ""  # how the client called it, where that is not the kind
 
 
 class GenerateRequest(Message, frozen=True, tag=10):
@@ -78,13 +88,17 @@ class GenerateRequest(Message, frozen=True, tag=10):
     deadline_s: float = 0.0  # seconds from receipt; 0: none
     traceparent: str = ""
     thinking_end_id: int = -1  # a constraint starts after this token
+    names: tuple[str, ...] = ()  # what callers of its tenant may abort it by, beside its id
+    counted: bool = True  # against its tenant's requests a minute: once for each HTTP request
 
 
 class AbortRequest(Message, frozen=True, tag=11):
-    """Idempotent; unknown ids are ignored. Ids are exact, never prefixes."""
+    """Idempotent; unknown ids are ignored. Ids are exact, never prefixes. Names reach requests of every frontend."""
 
     request_ids: tuple[str, ...]
     reason: str = "aborted by the client"
+    names: tuple[str, ...] = ()
+    tenant: str = ""  # whose requests the names mean; empty: anybody's
 
 
 class RequestRejected(Message, frozen=True, tag=12):
@@ -108,6 +122,7 @@ class Operation(Message, frozen=True, tag=15):
     nonce: int
     name: OperationName
     argument: str = ""
+    tenant: str = ""  # abort_all: only this one's requests
 
 
 class OperationDone(Message, frozen=True, tag=16):
@@ -136,6 +151,18 @@ class WorkerStatus(Message, frozen=True):
     decoded_tokens: int = 0
 
 
+class TenantUsage(Message, frozen=True):
+    """What one tenant has used since the scheduler began (part of SystemStatus)."""
+
+    name: str
+    requests: int = 0
+    rejected: int = 0  # for its rate or its token budget
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    live: int = 0  # running or waiting now
+
+
 class SystemStatus(Message, frozen=True, tag=13):
     """The whole system in one picture: sent on change, at most 5/s, at least 1/s."""
 
@@ -152,3 +179,4 @@ class SystemStatus(Message, frozen=True, tag=13):
     model: str = ""
     detail: str = ""  # why it is not ready
     retry_after_s: float = 0.0
+    tenants: tuple[TenantUsage, ...] = ()
