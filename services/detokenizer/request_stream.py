@@ -6,10 +6,13 @@ from array import array
 
 from services.detokenizer import scores
 from services.detokenizer.incremental import make_decoder
-from services.detokenizer.stops import StopMatcher
+from services.detokenizer.regex_stops import MixedMatcher
+from services.detokenizer.stops import StopMatch, StopMatcher
 from services.detokenizer.vocabulary import Vocabulary
 from shared import ints
 from shared.messages.stream import Finish, FinishReason, StreamOpen, TextChunk, TokenChunk
+
+Matcher = StopMatcher | MixedMatcher
 
 
 class MissingTokens(Exception):
@@ -27,7 +30,7 @@ class RequestStream:
         self.count = 0  # output tokens received
         self._trim = not opening.no_stop_trim
         self._decoder = make_decoder(vocabulary, ints.unpack(opening.prompt_tail), opening.skip_special_tokens)
-        self._matcher = StopMatcher(opening.stop_strings) if opening.stop_strings else None
+        self._matcher = _make_matcher(opening)
 
     def reopen(self, opening: StreamOpen) -> TextChunk:
         """Everything again in one chunk, for a stream whose former detokenizer was lost."""
@@ -71,8 +74,8 @@ class RequestStream:
             text, used = self._decoder.push(spoken), len(ids)
         else:
             text, matched, used = self._match(self._matcher, spoken, len(ids))
-            if matched:
-                finish = Finish(FinishReason.STOP, matched_string=matched)
+            if matched is not None:
+                finish = Finish(FinishReason.STOP, matched_string=matched.name)
             elif finish is not None:
                 text += self._matcher.flush()
         self.count += used
@@ -91,19 +94,25 @@ class RequestStream:
             reopened,
         )
 
-    def _match(self, matcher: StopMatcher, spoken: array[int], total: int) -> tuple[str, str, int]:
-        """(text, matched stop string, tokens used): token by token, to know which one completed the match."""
+    def _match(self, matcher: Matcher, spoken: array[int], total: int) -> tuple[str, StopMatch | None, int]:
+        """(text, what ended it, tokens used): token by token, to know which one completed the match."""
         shown: list[str] = []
         for position, token in enumerate(spoken):
             text, matched = matcher.push(self._decoder.push((token,)))
             shown.append(text)
-            if matched:
+            if matched is not None:
                 if not self._trim:
-                    shown.append(matched)
+                    shown.append(matched.text)
                 return "".join(shown), matched, position + 1
-        return "".join(shown), "", total
+        return "".join(shown), None, total
 
     def _ends_with_stop_token(self, finish: Finish | None, ids: array[int]) -> bool:
         if not self._trim or finish is None or finish.matched_token < 0:
             return False
         return len(ids) > 0 and ids[-1] == finish.matched_token
+
+
+def _make_matcher(opening: StreamOpen) -> Matcher | None:
+    if opening.stop_regex:
+        return MixedMatcher(opening.stop_strings, opening.stop_regex)
+    return StopMatcher(opening.stop_strings) if opening.stop_strings else None

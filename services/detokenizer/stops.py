@@ -9,6 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from functools import lru_cache
+from typing import NamedTuple
+
+
+class StopMatch(NamedTuple):
+    """What ended a text: the stop as the client named it, and the text it matched as far as it was held back."""
+
+    name: str
+    text: str
 
 
 class StopAutomaton:
@@ -75,15 +83,15 @@ class StopMatcher:
         self._held = ""
         self._state = 0
 
-    def push(self, text: str) -> tuple[str, str]:
-        """(text that may be shown, matched stop string or ""). After a match only what precedes the match is shown.
+    def push(self, text: str) -> tuple[str, StopMatch | None]:
+        """(text that may be shown, what ended it). After a match only what precedes the match is shown.
 
         What follows the match inside `text` is dropped; nothing may be pushed afterwards.
         """
         machine = self._automaton
         state = self._state
         if state == 0 and machine.first.isdisjoint(text):
-            return text, ""
+            return text, None
         matched = machine.matched
         for position, char in enumerate(text):
             state = machine.step(state, char)
@@ -91,12 +99,12 @@ class StopMatcher:
                 stop = matched[state]
                 whole = self._held + text[: position + 1]
                 self._held = ""
-                return whole[: len(whole) - len(stop)], stop
+                return whole[: len(whole) - len(stop)], StopMatch(stop, stop)
         whole = self._held + text
         shown = len(whole) - machine.depth[state]
         self._state = state
         self._held = whole[shown:]
-        return whole[:shown], ""
+        return whole[:shown], None
 
     def flush(self) -> str:
         """What was held back, once it is certain that nothing follows."""

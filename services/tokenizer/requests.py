@@ -32,6 +32,7 @@ class Prompt(msgspec.Struct, kw_only=True):
     n: int = 1
     seeded: bool = False
     stop_strings: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     namespace: bytes = b""
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
@@ -83,6 +84,7 @@ def make_group(prompts: Sequence[Prompt], seeds: SeedSource) -> Group:
                 namespace=prompt.namespace,
                 constraint=prompt.constraint,
                 stop_strings=prompt.stop_strings,
+                stop_regex=prompt.stop_regex,
                 no_stop_trim=prompt.no_stop_trim,
                 skip_special_tokens=prompt.skip_special_tokens,
                 spaces_between_special_tokens=prompt.spaces_between_special_tokens,

@@ -33,8 +33,9 @@ def run(text: str, stops: list[str], cuts: list[int]) -> tuple[list[str], str]:
     for piece in cut(text, cuts):
         part, matched = matcher.push(piece)
         shown.append(part)
-        if matched:
-            return shown, matched
+        if matched is not None:
+            assert matched.name == matched.text
+            return shown, matched.name
     shown.append(matcher.flush())
     return shown, ""
 

@@ -99,13 +99,7 @@ class _Generation:
             if id(params) not in seen:
                 native, unknown = validation.convert(params, NativeSampling, REFUSED_SAMPLING, "sampling_params.")
                 self._unknown += unknown
-                if native.stop_regex:
-                    raise invalid(
-                        "sampling_params.stop_regex is not supported by this server yet.",
-                        "sampling_params.stop_regex",
-                        "unsupported_parameter",
-                    )
-                seen[id(params)] = native.common()
+                seen[id(params)] = native
             converted.append(seen[id(params)])
         return converted
 
@@ -158,6 +152,7 @@ class _Generation:
                 n=self._n,
                 seeded=fields.seed is not None,
                 stop_strings=sampling.stop_strings(fields, NAMES),
+                stop_regex=sampling.stop_patterns(fields, NAMES),
                 namespace=requests.namespace(keys[index], salts[index]),
                 no_stop_trim=bool(fields.no_stop_trim),
                 skip_special_tokens=fields.skip_special_tokens is not False,

@@ -33,17 +33,16 @@ def model_defaults(context: Context) -> dict[str, float]:
 
 def prompt_options(wishes: OpenAIFields) -> dict[str, Any]:
     """The fields of Prompt that chat and completions fill alike."""
-    if wishes.stop_regex:
-        raise invalid("stop_regex is not supported by this server yet.", "stop_regex", "unsupported_parameter")
     validation.in_range("priority", wishes.priority, -(1 << 31), (1 << 31) - 1)
     return {
         "seeded": wishes.seed is not None,
         "stop_strings": sampling.stop_strings(wishes, Names()),
+        "stop_regex": sampling.stop_patterns(wishes, Names()),
         "namespace": requests.namespace(single(wishes.extra_key, "extra_key"), wishes.cache_salt),
         "no_stop_trim": bool(wishes.no_stop_trim),
         "skip_special_tokens": wishes.skip_special_tokens is not False,
         "spaces_between_special_tokens": wishes.spaces_between_special_tokens is not False,
         "stream": bool(wishes.stream),
-        "constraint": constraints.read(wishes, Names(), wishes.response_format, wishes.structured_outputs),
+        "constraint": constraints.read(wishes, Names()),
         "priority": wishes.priority or 0,
     }
