@@ -110,37 +110,17 @@ class CompletionBody(OpenAIFields, kw_only=True):
     parse_special: bool | None = None
 
 
-class NativeSampling(ConstraintFields, kw_only=True):
-    """`sampling_params` of /generate."""
+class NativeSampling(SamplingFields, kw_only=True):
+    """`sampling_params` of /generate: the same wishes, some under names of their own."""
 
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_new_tokens: int | None = None
-    sampling_seed: int | None = None
-    seed: int | None = None
-    stop: StrOrList = None
-    stop_token_ids: list[int] | None = None
-    stop_regex: StrOrList = None
-    logit_bias: dict[str, float] | None = None
-    n: int | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
+    max_tokens: int | None = msgspec.field(default=None, name="max_new_tokens")
+    min_tokens: int | None = msgspec.field(default=None, name="min_new_tokens")
+    sampling_seed: int | None = None  # wins over seed
     stream_interval: int | None = None
 
-    def common(self) -> SamplingFields:
-        """The same wishes under the names the rest of the door uses."""
-        values = {name: getattr(self, name) for name in SamplingFields.__struct_fields__ if hasattr(self, name)}
-        seed = self.sampling_seed if self.sampling_seed is not None else self.seed
-        values.update(max_tokens=self.max_new_tokens, min_tokens=self.min_new_tokens, seed=seed)
-        return SamplingFields(**values)
+    def __post_init__(self) -> None:
+        if self.sampling_seed is not None:
+            self.seed = self.sampling_seed
 
 
 NATIVE_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
