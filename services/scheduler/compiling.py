@@ -104,7 +104,8 @@ class Compiling:
         try:
             guide = await self._guide(request)
         except ConstraintError as bad:
-            self._post(partial(self._refuse, request, "bad_constraint", str(bad)))
+            field = request.message.constraint.field if request.message.constraint else ""
+            self._post(partial(self._refuse, request, "bad_constraint", bad.told(field)))
         except CompilerBusy as busy:
             self._post(partial(self._refuse, request, "queue_full", str(busy)))
         except Exception:

@@ -1,7 +1,7 @@
 """Which constraint a request asks for, whatever its words. Leaves judging the source to the compiler.
 
-regex, json_schema, ebnf, lark, choice, structural_tag      one of them, beside the sampling parameters
-response_format, structured_outputs                         the OpenAI endpoints' words for the same
+regex, json_schema, ebnf, lark, choice, structural_tag, xml_schema      one of them, beside the sampling parameters
+response_format, structured_outputs, guided_...                         the OpenAI endpoints' words for the same
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import msgspec
 
 from services.tokenizer.errors import invalid
 from services.tokenizer.sampling import Names
-from services.tokenizer.schema import ConstraintFields
+from services.tokenizer.schema import ConstraintFields, OpenAIFields
 from shared.messages.request import Constraint
 
-KINDS = ("regex", "json_schema", "ebnf", "lark", "choice", "structural_tag")
+KINDS = ("regex", "json_schema", "ebnf", "lark", "choice", "structural_tag", "xml_schema")
 SWITCHES = ("best_effort", "complete_within_budget", "jump_forward", "any_whitespace")
 JSON_KINDS = ("json_schema", "structural_tag")
 ANY_OBJECT = '{"type":"object"}'
@@ -30,6 +30,14 @@ _STRUCTURED = {
     "choice": "choice",
     "grammar": "ebnf",
     "structural_tag": "structural_tag",
+    "lark": "lark",
+    "xml_schema": "xml_schema",
+}
+_GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "ebnf",
 }
 
 
@@ -39,16 +47,17 @@ class _Found(NamedTuple):
     source: str
 
 
-def read(
-    fields: ConstraintFields,
-    names: Names,
-    response_format: dict[str, Any] | None = None,
-    structured_outputs: dict[str, Any] | None = None,
-) -> Constraint | None:
+def read(fields: ConstraintFields, names: Names) -> Constraint | None:
     """The one constraint of a request. Raises ApiError where there are two, or where a switch has nothing to switch."""
     found = [_field(names(kind), kind, getattr(fields, kind)) for kind in KINDS if _is_given(getattr(fields, kind))]
-    found += _response_format(response_format or {})
-    found += _structured_outputs(structured_outputs or {})
+    if isinstance(fields, OpenAIFields):
+        found += _response_format(fields.response_format or {})
+        found += _structured_outputs(fields.structured_outputs or {})
+        found += [
+            _field(name, kind, getattr(fields, name))
+            for name, kind in _GUIDED.items()
+            if _is_given(getattr(fields, name))
+        ]
     if len(found) > 1:
         text = " and ".join(item.field for item in found[:2])
         raise invalid(f"{text} cannot be used together: a request has one constraint.", found[1].field, "invalid_value")
@@ -80,6 +89,7 @@ def _constraint(found: _Found, fields: ConstraintFields, names: Names) -> Constr
         jump_forward=fields.jump_forward is not False,
         # Half a JSON document is worth nothing; half a text of another grammar may be what was asked for.
         refuse_small_budget=found.kind == "json_schema" or within_budget is True,
+        field="" if found.field == names(found.kind) else found.field,
     )
 
 
@@ -124,7 +134,7 @@ def _structured_outputs(wishes: dict[str, Any]) -> list[_Found]:
         value = wishes.get(key)
         if not _is_given(value):
             continue
-        wanted = {"regex": str, "ebnf": str, "choice": list}.get(kind, str | dict | bool)
+        wanted = {"regex": str, "ebnf": str, "lark": str, "choice": list}.get(kind, str | dict | bool)
         if not isinstance(value, wanted):
             raise invalid(f"{name}.{key} has the wrong type.", f"{name}.{key}", "invalid_type")
         found.append(_field(f"{name}.{key}", kind, value))

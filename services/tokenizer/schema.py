@@ -14,7 +14,7 @@ Ids = list[int]
 
 
 class ConstraintFields(msgspec.Struct, kw_only=True):
-    """What the output must conform to: at most one of the first six."""
+    """What the output must conform to: at most one of the first seven."""
 
     regex: str | None = None
     json_schema: str | dict[str, Any] | bool | None = None
@@ -22,6 +22,7 @@ class ConstraintFields(msgspec.Struct, kw_only=True):
     lark: str | None = None
     choice: list[str] | None = None
     structural_tag: str | dict[str, Any] | None = None
+    xml_schema: str | dict[str, Any] | None = None
     best_effort: bool | None = None
     complete_within_budget: bool | None = None
     jump_forward: bool | None = None
@@ -70,6 +71,10 @@ class OpenAIFields(SamplingFields, kw_only=True):
     priority: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class ChatBody(OpenAIFields, kw_only=True):
@@ -174,7 +179,7 @@ class AbortBody(msgspec.Struct, kw_only=True):
     abort_all: bool | None = None
 
 
-_GUIDED = "use regex, json_schema, ebnf or choice"
+_GUIDED = "white space between JSON tokens is compact, or free with any_whitespace"
 _MULTIMODAL = "this model takes text only"
 _ADAPTER = "adapters are not supported"
 _EMBEDDINGS = "embeddings as input are not supported"
@@ -204,10 +209,7 @@ REFUSED_OPENAI = {
     "audio": _MULTIMODAL,
     "prediction": "predicted outputs are not supported",
     "web_search_options": "web search is not supported",
-    "guided_regex": _GUIDED,
-    "guided_json": _GUIDED,
-    "guided_grammar": _GUIDED,
-    "guided_choice": _GUIDED,
+    "guided_whitespace_pattern": _GUIDED,
     "chat_template": "templates are not accepted from requests",
     "documents": "documents are not supported",
     "input_ids": "use /generate for token ids",

@@ -27,6 +27,7 @@ OperationName = Literal[
     "requests",
     "workers",
     "set_log_level",
+    "unpin",
 ]
 
 
@@ -90,6 +91,8 @@ class GenerateRequest(Message, frozen=True, tag=10):
     thinking_end_id: int = -1  # a constraint starts after this token
     names: tuple[str, ...] = ()  # what callers of its tenant may abort it by, beside its id
     counted: bool = True  # against its tenant's requests a minute: once for each HTTP request
+    pin: str = ""  # under this name its path stays in the tree once it has ended; ends the pin of that name
+    pin_s: float = 0.0  # for so many seconds, or until somebody asks to unpin it; 0: not at all
 
 
 class AbortRequest(Message, frozen=True, tag=11):

@@ -35,6 +35,8 @@ NATIVE = [
     ({"ebnf": 'root ::= "a"'}, Constraint("ebnf", 'root ::= "a"', **EASY)),
     ({"lark": 'start: "a"'}, Constraint("lark", 'start: "a"', **EASY)),
     ({"choice": ["a", "ü"]}, Constraint("choice", '["a","ü"]', **EASY)),
+    ({"xml_schema": {"b": None}}, Constraint("xml_schema", '{"b":null}', **EASY)),
+    ({"xml_schema": '{"b":{"a":"[0-9]"}}'}, Constraint("xml_schema", '{"b":{"a":"[0-9]"}}', **EASY)),
     ({"regex": "a", "complete_within_budget": True}, Constraint("regex", "a", complete_within_budget=True)),
     ({"json_schema": "{}", "complete_within_budget": False}, Constraint("json_schema", "{}")),
     ({"regex": "a", "complete_within_budget": False}, Constraint("regex", "a", refuse_small_budget=False)),
@@ -67,6 +69,11 @@ OPENAI = [
     ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
     ({"json_schema": SCHEMA, "any_whitespace": True}, "json_schema", SCHEMA),
     ({"structural_tag": TAGS}, "structural_tag", TAGS),
+    ({"xml_schema": {"a": {"b": "[0-9]"}}}, "xml_schema", {"a": {"b": "[0-9]"}}),
+    ({"structured_outputs": {"xml_schema": {"a": None}}}, "xml_schema", {"a": None}),
+    ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
+    ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
+    ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
 ]
 
 
@@ -87,6 +94,28 @@ async def test_openai_fields(
     assert constraint.any_whitespace == fields.get("any_whitespace", False)
     if kind == "json_schema" and "properties" in source:
         assert list(read["properties"]) == ["b", "a"]  # members come in the order of the schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "name"),
+    [
+        ({"regex": "[0-9]+"}, "regex", ""),
+        ({"guided_regex": "[0-9]+"}, "regex", "guided_regex"),
+        ({"guided_grammar": "[0-9]+"}, "ebnf", "guided_grammar"),
+        ({"structured_outputs": {"grammar": "[0-9]+"}}, "ebnf", "structured_outputs.grammar"),
+        ({"structured_outputs": {"lark": "[0-9]+"}}, "lark", "structured_outputs.lark"),
+    ],
+)
+async def test_sources_that_are_no_json(
+    client: httpx.AsyncClient, backend: FakeBackend, fields: dict[str, Any], kind: str, name: str
+) -> None:
+    for path, body in ((CHAT, chat(**fields)), ("/v1/completions", {"prompt": "x", "max_tokens": 2, **fields})):
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert "x-radixfleet-ignored" not in answer.headers
+        constraint = backend.requests[-1].constraint
+        assert constraint is not None
+        assert (constraint.kind, constraint.source, constraint.field) == (kind, "[0-9]+", name)
 
 
 async def test_each_item_of_a_batch_has_its_own(client: httpx.AsyncClient, backend: FakeBackend) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from services.scheduler.constraint.errors import BadSource
 
-Kind = Literal["regex", "json_schema", "ebnf", "lark", "choice", "structural_tag"]
+Kind = Literal["regex", "json_schema", "ebnf", "lark", "choice", "structural_tag", "xml_schema"]
 
 ANY_JSON = "$$ANY$$"
 _ANY_SCHEMA = {"type": ["object", "array"]}
@@ -37,7 +37,7 @@ def _canonical(kind: Kind, source: str) -> str:
     if kind == "json_schema":
         schema = _ANY_SCHEMA if source.strip() == ANY_JSON else read_json(source)
         return _compact(_ordered(schema))
-    if kind in ("choice", "structural_tag"):
+    if kind in ("choice", "structural_tag", "xml_schema"):
         return _compact(read_json(source))
     return source
 

@@ -10,7 +10,11 @@ class ConstraintError(ValueError):
         self.kind = kind
         self.place = place
         self.reason = reason
-        super().__init__(f"{kind}: {place}: {reason}" if place else f"{kind}: {reason}")
+        super().__init__(self.told())
+
+    def told(self, field: str = "") -> str:
+        """The message, with the client's own name of the field where it used another one."""
+        return ": ".join(part for part in (field or self.kind, self.place, self.reason) if part)
 
 
 class CompilerBusy(RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
@@ -16,6 +17,7 @@ from services.scheduler.constraint.regex_source import ascii_digits, check_regex
 from services.scheduler.constraint.schema_check import check_schema, place_of
 from services.scheduler.constraint.structural_tag import structural_tag
 from services.scheduler.constraint.vocabulary import Vocabulary
+from services.scheduler.constraint.xml_schema import xml_schema
 
 BOUNDED_SPACE = r"\n? {0,20}"
 """White space between JSON tokens where it is allowed: a model cannot fill its budget with it."""
@@ -27,7 +29,7 @@ class Options(NamedTuple):
 
 
 class GrammarText(NamedTuple):
-    """`text` is what the engine reads; `document` the JSON behind it, where there is one."""
+    """`text` is what the engine reads; `document` the JSON behind it, or the places of an XML schema's patterns."""
 
     text: str
     document: Any = None
@@ -48,6 +50,9 @@ def read_source(kind: Kind, text: str, options: Options, limits: Limits, vocabul
         return GrammarText(_engine_text([{"lark_grammar": text}]))
     if kind == "choice":
         return GrammarText(_engine_text([_choice(read_json(text), limits)]))
+    if kind == "xml_schema":
+        lark, places = xml_schema(read_json(text), limits)
+        return GrammarText(_engine_text([{"lark_grammar": lark}]), places)
     return GrammarText(_engine_text(_structural_tag(read_json(text), options, limits, vocabulary)))
 
 
@@ -63,7 +68,17 @@ def explain_error(kind: Kind, grammar: GrammarText, error: str) -> BadSource:
         at = error.removeprefix("at ").split("(", 1)[0]
         line = f"line {at}" if at.isdigit() else ""
         return BadSource(reason, f"{line}, {place}" if line and place else line or place)
+    if kind == "xml_schema":
+        return BadSource(reason, _xml_place(grammar.document, error, place))
     return BadSource(first_line(error))
+
+
+def _xml_place(places: list[str], error: str, column: str) -> str:
+    """Terminal i stands in line 3 + i of the grammar."""
+    line = re.match(r"at (\d+)\(", error)
+    index = int(line[1]) - 3 if line else -1
+    at = places[index] if 0 <= index < len(places) else ""
+    return f"{at} ({column})" if at and column else at or column
 
 
 def _schema_reason(reason: str) -> str:

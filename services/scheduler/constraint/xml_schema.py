@@ -1,59 +1,84 @@
 """XML by grammar: element names and text patterns become a Lark grammar. Leaves compiling it to the compiler.
 
-    xml_schema("person", {"name": None, "age": r"[0-9]{1,3}", "phones": [{"phone": r"[0-9-]+"}]})
+    {"person": {"name": null, "age": "[0-9]{1,3}", "phones": [{"phone": "[0-9-]+"}]}}
 
-accepts `<person><name>...</name><age>...</age><phones><phone>...</phone>...</phones></person>`.
+accepts `<person><name>...</name><age>...</age><phones><phone>...</phone>...</phones></person>`: a pattern for the
+text, null for any text, elements in order, [elements] for any number of rounds of them.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any
 
-Content: TypeAlias = "str | Mapping[str, Content] | Sequence[Mapping[str, Content]] | None"
-"""A pattern for the text; None for any text; elements in order; [elements] for any number of rounds of them."""
+from services.scheduler.constraint.errors import BadSource
+from services.scheduler.constraint.limits import Limits
+from services.scheduler.constraint.regex_source import ascii_digits, check_regex
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9._-]*")
-_TEXT = r"/([^<&]|&(lt|gt|amp|quot|apos|#[0-9]{1,7});)*/"
+_CHARACTER = r"[^<&\x00-\x08\x0b\x0c\x0e-\x1f\x{fffe}\x{ffff}]"
+_TEXT = rf"/({_CHARACTER}|&(lt|gt|amp|quot|apos);)*/ & ~/(.|\n)*\]\]>(.|\n)*/"
 """What XML allows as text: a pattern is met inside of it, so `.*` can never open a tag."""
 
 
-def xml_schema(root: str, content: Content) -> str:
-    """A Lark grammar for one XML document without white space between its elements. Raises ValueError."""
-    terminals: list[str] = []
-    body = _element(root, content, terminals)
-    return "\n".join([f"start: {body}", f"TEXT: {_TEXT}", *terminals]) + "\n"
+def xml_schema(source: Any, limits: Limits) -> tuple[str, list[str]]:
+    """A Lark grammar for one XML document without white space between its elements, and its terminals' places.
+
+    `source` names the root element. Raises BadSource with a JSON pointer.
+    """
+    if not isinstance(source, dict) or len(source) != 1:
+        raise BadSource("must be an object with one member, the root element")
+    writer = _Writer(limits)
+    body = writer.elements(source, "#", 0)
+    return "\n".join([f"start: {body}", f"TEXT: {_TEXT}", *writer.terminals]) + "\n", writer.places
 
 
-def _element(name: str, content: Content, terminals: list[str]) -> str:
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of an XML element")
-    return f'"<{name}>" {_content(name, content, terminals)} "</{name}>"'
+class _Writer:
+    """`places[i]` is where the pattern of terminal Ti stands."""
 
+    def __init__(self, limits: Limits) -> None:
+        self.terminals: list[str] = []
+        self.places: list[str] = []
+        self._limits = limits
+        self._count = 0
 
-def _content(name: str, content: Content, terminals: list[str]) -> str:
-    if content is None:
-        return "TEXT"
-    if isinstance(content, str):
-        return _pattern(name, content, terminals)
-    if isinstance(content, Mapping):
-        if not content:
-            raise ValueError(f"the element {name} names no elements inside; None stands for any text")
-        return " ".join(_element(inner, value, terminals) for inner, value in content.items())
-    if len(content) != 1 or not isinstance(content[0], Mapping):
-        raise ValueError(f"the list of the element {name} must hold the elements of one round")
-    return f"({_content(name, content[0], terminals)})*"
+    def elements(self, source: dict[str, Any], place: str, depth: int) -> str:
+        if not source:
+            raise BadSource("names no elements; null stands for any text", place)
+        if depth >= self._limits.depth:
+            raise BadSource(f"nested deeper than {self._limits.depth} elements", place)
+        return " ".join(self._element(name, value, f"{place}/{name}", depth) for name, value in source.items())
 
+    def _element(self, name: str, content: Any, place: str, depth: int) -> str:
+        self._count += 1
+        if self._count > self._limits.schema_nodes:
+            raise BadSource(f"more than {self._limits.schema_nodes} elements", place)
+        if not _NAME.fullmatch(name):
+            raise BadSource(f"{name[:60]!r} is no name of an XML element", place)
+        begin, end = json.dumps(f"<{name}>"), json.dumps(f"</{name}>")
+        return f"{begin} {self._content(content, place, depth)} {end}"
 
-def _pattern(name: str, pattern: str, terminals: list[str]) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"the pattern of the element {name}: {error}") from None
-    if "\n" in pattern:
-        raise ValueError(f"the pattern of the element {name} holds a line break; write \\n")
-    terminal = f"T{len(terminals)}"
-    escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], pattern)
-    terminals.append(f"{terminal}: /{escaped}/ & TEXT")
-    return terminal
+    def _content(self, content: Any, place: str, depth: int) -> str:
+        if content is None:
+            return "TEXT"
+        if isinstance(content, str):
+            return self._pattern(content, place)
+        if isinstance(content, dict):
+            return self.elements(content, place, depth + 1)
+        if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict):
+            return f"({self.elements(content[0], f'{place}/0', depth + 1)})*"
+        raise BadSource("must be a pattern, null, elements, or a list with the elements of one round", place)
+
+    def _pattern(self, pattern: str, place: str) -> str:
+        try:
+            check_regex(pattern, self._limits)
+        except BadSource as bad:
+            raise BadSource(bad.reason, f"{place} ({bad.place})" if bad.place else place) from None
+        if "\n" in pattern:
+            raise BadSource("a pattern must not hold a line break; write \\n", place)
+        terminal = f"T{len(self.terminals)}"
+        escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], ascii_digits(pattern))
+        self.terminals.append(f"{terminal}: /{escaped}/ & TEXT")
+        self.places.append(place)
+        return terminal

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from services.scheduler.constraint.errors import BadSource
-from services.scheduler.constraint.xml_schema import xml_schema
 
 sys.path.insert(0, str(Path(__file__).parent))
 from constraint_kit import build, check_accepted, check_refused, check_sampled, mask, vocabulary
@@ -264,17 +264,59 @@ def test_special_tokens_are_never_text() -> None:
 
 def test_xml_schema() -> None:
     content = {"name": None, "age": r"[0-9]{1,3}", "home": {"url": "https?://.+"}, "phones": [{"n": r"\d+"}]}
-    matcher = build("lark", xml_schema("person", content))
+    matcher = build("xml_schema", json.dumps({"person": content}))
     good = (
         "<person><name>李 &amp; A😀</name><age>42</age><home><url>http://a/b</url></home><phones>{}</phones></person>"
     )
     for text in (good.format(""), good.format("<n>1</n><n>22</n>")):
         check_accepted(matcher, text)
-    for text in ("<person><name>a<¦b", "<person><name>a & "[:-2] + "&¦ ", "<person><name></name><age>¦<", "<person>¦ "):
+    for text in (
+        "<person><name>a<¦b",
+        "<person><name>a & "[:-2] + "&¦ ",
+        "<person><name></name><age>¦<",
+        "<person>¦ ",
+        "<person><name>]]¦>",
+        "<person><name>¦\x07",
+    ):
         check_refused(matcher, text)
 
 
-@pytest.mark.parametrize("root", ["", "a b", "1a", "<a>"])
-def test_xml_schema_refuses_bad_names(root: str) -> None:
-    with pytest.raises(ValueError, match="no name"):
-        xml_schema(root, None)
+XML_REFUSED = [
+    ("{}", "", "one member"),
+    ('{"a":null,"b":null}', "", "one member"),
+    ("[]", "", "one member"),
+    ("{", "line 1", "not JSON"),
+    ('{"":null}', "#/", "no name"),
+    ('{"a b":null}', "#/a b", "no name"),
+    ('{"1a":null}', "#/1a", "no name"),
+    ('{"a":{}}', "#/a", "names no elements"),
+    ('{"a":{"b":5}}', "#/a/b", "must be a pattern"),
+    ('{"a":[{"b":null},{"c":null}]}', "#/a", "one round"),
+    ('{"a":[{"b":{"c d":null}}]}', "#/a/0/b/c d", "no name"),
+    ('{"a":{"b":"x(?=y)"}}', r"#/a/b \(column 2\)", "look-around"),
+    ('{"a":{"b":"[0-9]+","c":"x("}}', r"#/a/c \(column 2\)", "unclosed group"),
+    ('{"a":{"b":"x\\ny"}}', "#/a/b", "line break"),
+    (json.dumps({"a": "x"}).replace('"x"', '{"a":' * 70 + "null" + "}" * 70), "#/a/a", "nested deeper"),
+]
+
+
+@pytest.mark.parametrize(("source", "place", "reason"), XML_REFUSED, ids=[row[0][:40] for row in XML_REFUSED])
+def test_xml_schema_errors_name_the_element(source: str, place: str, reason: str) -> None:
+    with pytest.raises(BadSource) as caught:
+        build("xml_schema", source)
+    assert re.search(reason, caught.value.reason)
+    assert re.match(place, caught.value.place)
+
+
+def test_sampled_xml_always_parses() -> None:
+    source = {"person": {"name": "[A-Z][a-z]{1,8}", "age": r"\d{1,3}", "notes": [{"note": ".{0,20}"}]}}
+    shape = re.compile(
+        r"<person><name>[A-Z][a-z]{1,8}</name><age>[0-9]{1,3}</age><notes>(<note>[^<]*</note>)*</notes></person>"
+    )
+
+    def judge(text: str) -> bool:
+        for note in ElementTree.fromstring(text).iter("note"):
+            assert len(note.text or "") <= 20
+        return shape.fullmatch(text) is not None
+
+    check_sampled(build("xml_schema", json.dumps(source)), judge)
