@@ -161,16 +161,25 @@ class Planner:
         if not self._split and plan.prefill_tokens and request.known - match.num_tokens(worker.key) > plan.budget:
             return False
         lease = self._tree.acquire(match, worker.key)
-        missing = wanted - lease.num_pages
-        pages = None
-        if missing + reserve(worker) <= self._seats.available(worker):
-            pages = self._seats.take_pages(worker, missing)
+        pages = self._pages_beyond(lease, worker, wanted)
         if pages is None:
             self._tree.release(lease)
             return False
         self._open(plan, worker, request, lease, pages)
         self._add_chunk(plan, worker, request)
         return True
+
+    def _pages_beyond(self, lease: Lease, worker: Worker, wanted: int) -> list[int] | None:
+        """What `wanted` pages need beyond the leased ones; None where there is no room.
+
+        The page to copy cannot be evicted while it is wanted: where it is the one that is missing, it is given up.
+        """
+        needed = wanted - lease.num_pages + reserve(worker)
+        if lease.copy_tokens and needed > self._seats.available(worker):
+            self._tree.forget_copy(lease)
+        if needed > self._seats.available(worker):
+            return None
+        return self._seats.take_pages(worker, wanted - lease.num_pages)
 
     def _open(self, plan: StepPlan, worker: Worker, request: Request, lease: Lease, pages: list[int]) -> None:
         num_computed = lease.num_tokens + lease.copy_tokens

@@ -205,3 +205,21 @@ def test_the_next_turn_of_a_conversation_finds_prompt_and_answer() -> None:
     fleet.run()
     assert fleet.stream(second).cached_tokens == len(history) - 1  # the last token was sampled, not computed
     fleet.assert_answered(second)
+
+
+def test_a_page_to_copy_is_given_up_where_it_is_the_one_that_is_missing() -> None:
+    fleet = LocalFleet(hello={"num_pages": 9, "max_batched_tokens": 256})
+    shared = tokens(24)
+    fleet.submit(shared + tokens(8, seed=1), 1)  # two pages; the second one is the source of a copy
+    fleet.run()
+    running = fleet.submit(tokens(40, seed=2), 60)  # three pages for now, seven in the end
+    fleet.turn()
+    before = fleet.workers["w0/1"].engine.copies
+    rid = fleet.submit(shared + tokens(30, seed=3), 1)  # one page shared, three of its own, two in reserve
+    fleet.step(fleet.workers["w0/1"])
+    fleet.turn()
+    assert fleet.request(rid).slot >= 0
+    assert fleet.request(rid).cached_tokens == 16
+    fleet.run()
+    assert fleet.workers["w0/1"].engine.copies == before
+    fleet.assert_answered(running, rid)
