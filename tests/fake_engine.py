@@ -105,6 +105,7 @@ class FakeEngine:
     prefill_tokens: int = 0
     decode_rows: int = 0
     copies: int = 0
+    shared_reads: int = 0  # pages that groups spared decode rows to read
     fail_tokens: set[int] = field(default_factory=set)  # a row that would sample one of these fails
     steps: list[StepCommand] = field(default_factory=list)
     _slots: dict[int, _Slot] = field(default_factory=dict)
@@ -141,6 +142,7 @@ class FakeEngine:
         seen = [*decode, *(row.slot for row in command.prefills)]
         self._check(len(set(seen)) == len(seen), f"a slot has two rows: {seen}")
         self._check(rows <= self.hello.max_batched_tokens, f"{rows} tokens in one step")
+        self._check_groups(command, set(decode))
         tokens: list[int] = []
         scores: list[RowScores] = []
         prompt_scores: list[RowScores] = []
@@ -158,6 +160,23 @@ class FakeEngine:
             prompt_scores=tuple(prompt_scores),
             errors=tuple(errors),
         )
+
+    def _check_groups(self, command: StepCommand, decode: set[int]) -> None:
+        """Rows of a group have the same full pages in front; slots that have no row in this step do not count."""
+        slots, sizes = ints.unpack(command.group_slots).tolist(), ints.unpack(command.group_sizes).tolist()
+        counts = ints.unpack(command.group_pages).tolist()
+        self._check(len(sizes) == len(counts) and sum(sizes) == len(slots), "columns of groups that do not fit")
+        self._check(len(set(slots)) == len(slots), "a slot in two groups")
+        for size, count in zip(sizes, counts, strict=True):
+            members = [slot for slot in slots[:size] if slot in decode]
+            del slots[:size]
+            seats = [self._seat(slot) for slot in members]
+            self._check(
+                len({tuple(seat.pages[:count]) for seat in seats}) <= 1, f"slots {members} share no {count} pages"
+            )
+            full = all(seat.length >= count * self.hello.page_size for seat in seats)
+            self._check(full, f"a shared page of slots {members} is not full")
+            self.shared_reads += max(len(members) - 1, 0) * count
 
     def _take_masks(self, command: StepCommand, masks: tuple[bytes, bytes] | None) -> None:
         """Exactly one TokenMasks for a step with masked slots, each of which samples; none for any other."""

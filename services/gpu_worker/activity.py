@@ -68,6 +68,7 @@ class Activity:
             "forward_ms": stats.forward_ms,
             "sample_ms": stats.sample_ms,
             "mask_wait_ms": stats.mask_wait_ms,
+            "kv_bytes_read": float(stats.kv_bytes_read),
             **{name: float(value) for name, value in self._totals.items()},
         }
 

@@ -35,6 +35,9 @@ class Runner(Protocol):
 
     kv_cache: KVCache
 
+    @property
+    def kv_bytes_read(self) -> int: ...
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 logits [len(logit_rows), vocab]; the engine may write into them."""
         ...
@@ -50,6 +53,7 @@ class StepStats:
     forward_ms: float = 0.0
     sample_ms: float = 0.0
     mask_wait_ms: float = 0.0
+    kv_bytes_read: int = 0  # since the start
 
 
 class Engine:
@@ -90,6 +94,7 @@ class Engine:
             forward_ms=(forwarded - started) * 1e3,
             mask_wait_ms=(waited - forwarded) * 1e3 if command.masked_slots else 0.0,
             sample_ms=(time.perf_counter() - waited) * 1e3,
+            kv_bytes_read=self._runner.kv_bytes_read,
         )
         return outcome.result(command, incarnation, self.stats.forward_ms, self.stats.mask_wait_ms, queue_ms)
 

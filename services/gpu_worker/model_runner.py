@@ -39,6 +39,11 @@ class ModelRunner:
         self._attention = attention
         self._max_batched_tokens = max_batched_tokens
 
+    @property
+    def kv_bytes_read(self) -> int:
+        """Bytes of K and V that attention has read from the cache so far."""
+        return self._attention.kv_bytes_read
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """One step: writes the tokens' K and V, returns fp32 logits [len(batch.logit_rows), vocab].
 

@@ -26,6 +26,9 @@ def build(plan: StepPlan, worker: Worker, epoch: int) -> StepCommand:
         page_ids=ints.pack(plan.page_ids),
         page_copies=ints.pack(plan.copies),
         masked_slots=ints.pack(plan.masked_slots),
+        group_slots=plan.groups.slots,
+        group_sizes=plan.groups.sizes,
+        group_pages=plan.groups.pages,
     )
 
 

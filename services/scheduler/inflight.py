@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from services.scheduler.request import Request
 from shared.messages.step import SlotOpen
@@ -22,12 +23,21 @@ class Chunk:
     tokens: bytes = b""  # int32; empty: the request's prefill has them
 
 
+class SharedGroups(NamedTuple):
+    """Decode rows that share pages, as a StepCommand's columns say it; all int32."""
+
+    slots: bytes = b""
+    sizes: bytes = b""
+    pages: bytes = b""
+
+
 @dataclass(slots=True)
 class StepPlan:
     """What one step changes, before it is a message. `decode` is never changed once planned."""
 
     decode: list[Request] = field(default_factory=list)
     decode_slots: bytes = b""
+    groups: SharedGroups = field(default_factory=SharedGroups)
     chunks: list[Chunk] = field(default_factory=list)
     opens: list[SlotOpen] = field(default_factory=list)
     page_slots: array[int] = field(default_factory=lambda: array("i"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import structlog
 
+from services.scheduler.groups import refresh
 from services.scheduler.inflight import Chunk, StepPlan
 from services.scheduler.jumping import add_jumps, choose_turns
 from services.scheduler.lifecycle import Lifecycle, error
@@ -93,6 +94,8 @@ class Planner:
         rows = worker.collect_decoding()
         plan.decode, plan.decode_slots = rows, worker.decode_slots
         plan.budget -= len(rows)
+        if len(rows) > 1:
+            plan.groups = refresh(worker, rows, worker.next_step_id)
         ends = False
         for request in rows:
             position = request.dispatched

@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from dataclasses import dataclass
 
-from services.scheduler.inflight import InflightStep
+from services.scheduler.inflight import InflightStep, SharedGroups
 from services.scheduler.page_pool import PagePool
 from services.scheduler.request import Request
 from shared import ints
@@ -47,6 +47,9 @@ class Worker:
         self.prefilling: list[Request] = []  # those with prompt left to dispatch, oldest admission first
         self.decoding: list[Request] | None = None  # None: to be collected again; the list itself never changes
         self.decode_slots = b""
+        self.groups = SharedGroups()  # among `grouped`, the decode rows they were found in
+        self.grouped: list[Request] | None = None
+        self.regroup_at = 0  # the step from which they may be found anew
         self.closes: array[int] = array("i")  # slots the next command closes
         self.inflight: deque[InflightStep] = deque()
         self.next_step_id = 0
@@ -101,6 +104,7 @@ class Worker:
             self.guided[slot] = request
         self.prefilling.append(request)
         self.decoding = None
+        self.regroup_at = 0  # the slot may be in a group that its former request belonged to
         return slot
 
     def unseat(self, request: Request) -> None:

@@ -130,7 +130,9 @@ def test_curl_streams_chat_and_generate(server: LocalServer) -> None:
     assert events[-1] == "data: [DONE]"
     first = json.loads(events[0].removeprefix("data: "))
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    body = json.dumps({"text": "The capital city of France is", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}})
+    body = json.dumps(
+        {"text": "The capital city of France is", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    )
     answer = json.loads(curl(f"{server.url}/generate", "-H", "Content-Type: application/json", "-d", body))
     assert answer["meta_info"]["completion_tokens"] == 4
 
@@ -153,6 +155,26 @@ def test_metrics_count_hits_and_misses_in_tokens(server: LocalServer) -> None:
         return hits - before[0] >= expected_hits and misses - before[1] >= expected_misses
 
     assert eventually(counted, 5.0)  # the picture is renewed a few times a second
+
+
+def test_rows_that_share_a_prefix_read_it_once(server: LocalServer) -> None:
+    """Eight rows over one long prompt read far fewer bytes of KV than eight times one row."""
+
+    def gauge(name: str) -> float:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"radixfleet_service_{name}{{"))
+
+    def read_for(prompts: list[str]) -> float:
+        bytes_before, decoded = gauge("kv_bytes_read"), gauge("decode_tokens") + 31 * len(prompts)
+        params = {"max_new_tokens": 32, "ignore_eos": True}
+        answer = httpx.post(f"{server.url}/generate", json={"text": prompts, "sampling_params": params}, timeout=60)
+        answer.raise_for_status()
+        assert eventually(lambda: gauge("decode_tokens") >= decoded, 20.0)  # heartbeats carry both once a second
+        return gauge("kv_bytes_read") - bytes_before
+
+    prompt = "Count the birds on the roof, and tell me of each what it sings. " * 50
+    read_for([prompt])
+    assert read_for([prompt] * 8) < 0.5 * 8 * read_for([prompt])
 
 
 def test_idle_uses_almost_no_cpu(server: LocalServer) -> None:

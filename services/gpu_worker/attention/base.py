@@ -22,6 +22,11 @@ class AttentionSpec:
 class AttentionBackend(Protocol):
     """Writes K and V of a step's tokens into the cache and attends over each row's pages."""
 
+    @property
+    def kv_bytes_read(self) -> int:
+        """Bytes of K and V read from the cache so far, all layers together."""
+        ...
+
     def plan(self, batch: ForwardBatch) -> None:
         """Once per step, before the layers; everything derived from the batch is computed here."""
         ...

@@ -33,7 +33,8 @@ _PLAN_ERRORS = {
 def load(kv_cache: KVCache, config: ModelConfig) -> AttentionBackend:
     """The native backend over `kv_cache`. Raises NativeUnavailable where it cannot run."""
     kernels = library.load()
-    attention = NativeAttention(kv_cache, kernels, exact_groups=config.deterministic)
+    exact = config.deterministic or kv_cache.layers[0].dtype == torch.float32
+    attention = NativeAttention(kv_cache, kernels, exact_groups=exact)
     kv_cache.page_copier = PageCopier(kernels, kv_cache.layers)
     return attention
 

@@ -32,6 +32,7 @@ class ReferenceAttention:
         self._cache = kv_cache
         self._block = 1 if one_query else QUERY_BLOCK
         self._blocks: list[_QueryBlock] = []
+        self.kv_bytes_read = 0
         self._slot_pages = torch.empty(0, dtype=torch.int64)
         self._slot_offsets = torch.empty(0, dtype=torch.int64)
 
@@ -66,7 +67,9 @@ class ReferenceAttention:
         kv_heads, size = cache.shape[2], cache.shape[3]
         lowest = max(block.first - spec.sliding_window + 1, 0) if spec.sliding_window else 0
         skipped = lowest // size  # pages wholly outside every query's window
-        pages = cache[block.page_table[skipped:]].float()
+        gathered = cache[block.page_table[skipped:]]
+        self.kv_bytes_read += gathered.nbytes
+        pages = gathered.float()
         base = skipped * size  # position of the first key gathered
         length = block.last + 1 - base
         keys, values = (pages[:, i].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length] for i in (0, 1))

@@ -1,0 +1,82 @@
+"""Decode rows that share pages are told to the worker as groups; the fake engine checks each one against its pages."""
+
+from __future__ import annotations
+
+from shared import ints
+from shared.messages.step import StepCommand
+from tests.local_fleet import LocalFleet, LocalWorker, tokens
+
+PAGE = 16
+
+
+def groups_of(command: StepCommand) -> list[tuple[int, int]]:
+    """(rows, pages) of each group, the largest first."""
+    sizes, pages = ints.unpack(command.group_sizes), ints.unpack(command.group_pages)
+    return sorted(zip(sizes, pages, strict=True), reverse=True)
+
+
+def run_until_grouped(fleet: LocalFleet, worker: LocalWorker, rows: int) -> list[tuple[int, int]]:
+    """The groups of a step in which `rows` rows decode, once those that came last are in them."""
+    found: list[list[tuple[int, int]]] = []
+    while worker.commands and len(found) < 8:
+        command = worker.commands[0]
+        if ints.count(command.decode_slots) == rows:
+            found.append(groups_of(command))
+        fleet.step(worker)
+        fleet.turn()
+    return found[-1]
+
+
+def submit(fleet: LocalFleet, prefix: list[int], seeds: range) -> list[str]:
+    return [fleet.submit(prefix + tokens(5, seed=seed), 40) for seed in seeds]
+
+
+def test_rows_with_one_prefix_are_one_group() -> None:
+    fleet = LocalFleet()
+    rids = submit(fleet, tokens(PAGE * 10, seed=1), range(10, 14))
+    fleet.turn()
+    assert run_until_grouped(fleet, fleet.workers["w0/1"], 4) == [(4, 10)]
+    fleet.run()
+    fleet.assert_answered(*rids)
+    assert fleet.workers["w0/1"].engine.shared_reads > 0
+
+
+def test_of_nested_prefixes_the_one_that_saves_most_is_taken() -> None:
+    fleet = LocalFleet()
+    system = tokens(PAGE * 10, seed=1)
+    rids = submit(fleet, system + tokens(PAGE * 40, seed=2), range(10, 12))
+    rids += submit(fleet, system + tokens(PAGE * 20, seed=3), range(20, 23))
+    fleet.turn()
+    assert run_until_grouped(fleet, fleet.workers["w0/1"], 5) == [(3, 30), (2, 50)]
+    fleet.run()
+    fleet.assert_answered(*rids)
+
+
+def test_a_long_common_prefix_of_many_beats_short_ones_of_few() -> None:
+    fleet = LocalFleet()
+    system = tokens(PAGE * 30, seed=1)
+    rids = submit(fleet, system + tokens(PAGE, seed=2), range(10, 12))
+    rids += submit(fleet, system, range(20, 24))
+    fleet.turn()
+    assert run_until_grouped(fleet, fleet.workers["w0/1"], 6) == [(6, 30)]
+    fleet.run()
+    fleet.assert_answered(*rids)
+
+
+def test_short_prefixes_and_other_prompts_make_no_groups() -> None:
+    fleet = LocalFleet()
+    rids = submit(fleet, tokens(PAGE * 7, seed=1), range(10, 13)) + submit(fleet, tokens(PAGE * 20, seed=5), range(1))
+    fleet.turn()
+    assert run_until_grouped(fleet, fleet.workers["w0/1"], 4) == []
+    fleet.run()
+    fleet.assert_answered(*rids)
+
+
+def test_slots_that_change_hands_leave_their_group() -> None:
+    """Many short requests over few slots; a group with a slot of another prompt would be a protocol error."""
+    fleet = LocalFleet(hello={"max_slots": 6})
+    prefixes = [tokens(PAGE * 9, seed=seed) for seed in range(3)]
+    rids = [fleet.submit(prefixes[i % 3] + tokens(3, seed=50 + i), 2 + i % 7) for i in range(60)]
+    fleet.run()
+    fleet.assert_answered(*rids)
+    assert fleet.workers["w0/1"].engine.shared_reads > 0
