@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from radixfleet.lang.errors import ApiCallError, BatchError, LanguageError, UnsetVariable
     from radixfleet.lang.optimizations import Optimizations
     from radixfleet.lang.program import function
+    from radixfleet.lang.xml import xml_schema
     from radixfleet.runtime import Runtime
 
 _HOMES = {
@@ -75,6 +76,7 @@ _HOMES = {
     "radixfleet.lang.errors": ("ApiCallError", "BatchError", "LanguageError", "UnsetVariable"),
     "radixfleet.lang.optimizations": ("Optimizations",),
     "radixfleet.lang.program": ("function",),
+    "radixfleet.lang.xml": ("xml_schema",),
     "radixfleet.runtime": ("Runtime",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -116,6 +118,7 @@ __all__ = [
     "user",
     "user_begin",
     "user_end",
+    "xml_schema",
 ]
 
 

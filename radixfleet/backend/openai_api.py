@@ -32,7 +32,9 @@ _FOREIGN = (
     "ignore_eos",
     "regex",
     "ebnf",
+    "lark",
     "structural_tag",
+    "xml_schema",
 )
 
 

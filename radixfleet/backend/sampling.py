@@ -36,7 +36,9 @@ class Sampling:
     regex: str | None = None
     json_schema: str | None = None
     ebnf: str | None = None
+    lark: str | None = None
     structural_tag: str | None = None
+    xml_schema: str | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import threading
 from typing import Any
 
@@ -130,6 +131,8 @@ def test_constraints_and_types(fake: FakeServer) -> None:
     def program(s: Any) -> None:
         s += "n=" + sgl.gen_int("int", stop=";") + sgl.gen_string("str") + gen("f", dtype="float")
         s += gen("j", json_schema={"type": "object"}) + gen("e", ebnf='root ::= "a"') + gen("r", regex="a+")
+        document = sgl.xml_schema("p", {"a": "[0-9]+", "b": [{"c": None}]})
+        s += gen("l", lark='start: "a"') + gen("x", xml_schema=document)
 
     program.run()
     params = [body["sampling_params"] for body in fake.generations()]
@@ -140,10 +143,20 @@ def test_constraints_and_types(fake: FakeServer) -> None:
     assert params[3]["json_schema"] == '{"type": "object"}'
     assert params[4]["ebnf"] == 'root ::= "a"'
     assert params[5]["regex"] == "a+"
+    assert params[6]["lark"] == 'start: "a"'
+    assert json.loads(params[7]["xml_schema"]) == {"p": {"a": "[0-9]+", "b": [{"c": None}]}}
     with pytest.raises(ValueError, match="exclude each other"):
         gen("x", dtype=int, regex="a")
     with pytest.raises(ValueError, match="unknown dtype"):
         gen("x", dtype=dict)
+
+
+@pytest.mark.parametrize(
+    ("root", "content"), [("a b", None), ("", None), ("a", {}), ("a", {"b": 5}), ("a", [None]), ("a", {"<": None})]
+)
+def test_what_is_no_xml_document(root: str, content: Any) -> None:
+    with pytest.raises(ValueError, match="element"):
+        sgl.xml_schema(root, content)
 
 
 def test_several_choices_of_one_generation(fake: FakeServer) -> None:
