@@ -14,6 +14,7 @@ from services.scheduler.masking import Masking, Post
 from services.scheduler.metrics import Metrics
 from services.scheduler.operations import Operations
 from services.scheduler.outbox import Detokenizer, Outbox
+from services.scheduler.pins import Pins
 from services.scheduler.placement import Placement
 from services.scheduler.planner import Planner
 from services.scheduler.radix_tree import RadixTree
@@ -43,7 +44,8 @@ class Core:
         self.clock = clock
         self.metrics = Metrics(clock, config.decode_log_interval)
         self.tree = RadixTree(config.page_size, enabled=not config.disable_radix_cache)
-        self.seats = Seats(self.tree, self.metrics)
+        self.pins = Pins(self.tree, clock)
+        self.seats = Seats(self.tree, self.metrics, self.pins)
         self.outbox = Outbox(edges.detokenizers, epoch, self.metrics, clock)
         self.waiting = WaitingQueue(config.schedule_policy, config.ageing_seconds, self._longest_match)
         self.lifecycle = Lifecycle(self.seats, self.waiting, self.metrics, clock, self.outbox.touch)

@@ -96,6 +96,8 @@ class Lifecycle:
         request.state = State.RUNNING
         request.blocker = request.placement = None
         self.num_running += 1
+        if request.message.pin:
+            self.seats.pins.drop(request.message.pin)  # its own lease holds the path from now on
         group = request.message.group_id
         if group and request.worker is not None:
             self.group_worker[group] = request.worker
@@ -108,7 +110,7 @@ class Lifecycle:
             return
         if request.state is State.RUNNING:
             self.num_running -= 1
-            self.seats.leave(request)
+            self.seats.leave(request, pin=finish.reason in (FinishReason.STOP, FinishReason.LENGTH))
         elif request.state is State.SUSPENDED:
             self.suspended.pop(request.request_id, None)
         elif request.state is State.COMPILING:

@@ -38,6 +38,7 @@ class Operations:
             "requests": self._report_requests,
             "workers": self._report_workers,
             "set_log_level": self._set_log_level,
+            "unpin": self._unpin,
         }
 
     def run(self, operation: Operation) -> OperationDone:
@@ -48,6 +49,7 @@ class Operations:
         if busy:  # steps of ended requests may still be in flight: they come before whatever uses their pages
             return OperationDone(operation.nonce, False, f"{busy} requests are running or waiting")
         pages = 0
+        self._core.pins.clear()
         for worker in self._fleet:
             freed = self._tree.clear(worker.key)
             worker.pool.release(freed)
@@ -82,6 +84,10 @@ class Operations:
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
         logging.getLogger().setLevel(level)
         return OperationDone(operation.nonce, True)
+
+    def _unpin(self, operation: Operation) -> OperationDone:
+        found = self._core.pins.drop(operation.argument)
+        return OperationDone(operation.nonce, True, "" if found else "no such pin")
 
     # Reports
 

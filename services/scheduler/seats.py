@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 
 from services.scheduler.metrics import Metrics
+from services.scheduler.pins import Pins
 from services.scheduler.radix_tree import Lease, RadixTree
 from services.scheduler.request import Request
 from services.scheduler.worker import Worker
@@ -13,18 +14,22 @@ from services.scheduler.worker import Worker
 class Seats:
     """Every page of a worker is free, held by the tree, or in one request's `own`."""
 
-    def __init__(self, tree: RadixTree, metrics: Metrics) -> None:
+    def __init__(self, tree: RadixTree, metrics: Metrics, pins: Pins) -> None:
         self.tree = tree
+        self.pins = pins
         self._metrics = metrics
 
     def available(self, worker: Worker) -> int:
-        """Pages that can be had without taking a seat away."""
-        return worker.pool.free + self.tree.evictable_pages(worker.key)
+        """Pages that can be had without taking a seat away; pins on a worker where nothing runs are in nobody's way."""
+        pages = worker.pool.free + self.tree.evictable_pages(worker.key)
+        return pages if worker.running or not len(self.pins) else pages + self.pins.reclaimable(worker.key)
 
     def take_pages(self, worker: Worker, count: int) -> list[int] | None:
         """`count` pages, evicting least recently used ones; None where there are not so many."""
         missing = count - worker.pool.free
         if missing > 0:
+            if missing > self.tree.evictable_pages(worker.key):
+                self.pins.make_room(worker.key, missing)
             if missing > self.tree.evictable_pages(worker.key):
                 return None
             freed = self.tree.evict(worker.key, missing)
@@ -67,8 +72,8 @@ class Seats:
         if refused:
             request.own.update(refused)
 
-    def leave(self, request: Request) -> None:
-        """Keep what is written in the tree and free the rest.
+    def leave(self, request: Request, *, pin: bool = False) -> None:
+        """Keep what is written in the tree and free the rest; `pin`: as its message asks, nobody may evict it yet.
 
         The pages may be written again by the very command that closes the slot: a worker is a FIFO, and
         the close is the first thing that command does.
@@ -77,7 +82,10 @@ class Seats:
         assert worker is not None
         assert lease is not None
         self.store(request, request.written)
-        self.tree.release(lease)
+        if pin and request.message.pin_s > 0:
+            self.pins.hold(request.message.pin, lease, request.message.pin_s, worker.hello.num_pages)
+        else:
+            self.tree.release(lease)
         worker.pool.release(request.own)
         worker.unseat(request)
         self._clear(request)

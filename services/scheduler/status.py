@@ -100,6 +100,7 @@ class StatusBoard:
             used_tokens=used,
             evictable_tokens=cached,
             max_total_tokens=total,
+            pinned_tokens=page_size * sum(self._core.pins.pages(worker.key) for worker in self._fleet),
             token_usage=used / total if total else 0.0,
             gen_throughput=throughput,
             cache_hit_rate=hit_rate,

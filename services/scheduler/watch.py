@@ -61,6 +61,7 @@ class Watch:
             self._check_detokenizers(now)
         for worker in self._fleet:
             self._core.metrics.log_prefills(worker)
+        self._core.pins.expire()
         self._end_hopeless(now)
         self._forget_unacknowledged(now)
         if now - self._sampled >= 1.0:

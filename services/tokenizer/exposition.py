@@ -47,7 +47,7 @@ STATES = frozenset(  # keys of SystemStatus.counters that are no totals
     (
         *("running_requests", "waiting_requests", "suspended_requests", "compiling_requests", "waiting_tokens"),
         *("used_tokens", "evictable_tokens", "max_total_tokens", "token_usage", "gen_throughput"),
-        *("cache_hit_rate", "tree_nodes"),
+        *("cache_hit_rate", "tree_nodes", "pinned_tokens"),
     )
 )
 
