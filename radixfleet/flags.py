@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PREFIX = "RADIXFLEET_"
-Kind = Literal["text", "int", "float", "switch"]
+Kind = Literal["text", "int", "float", "switch", "list"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ def _launcher(*names: str, help: str, kind: Kind = "text", least: float | None =
 
 def _text(name: str, help: str, choices: tuple[str, ...] = (), **aliases: str) -> Flag:
     return Flag((name,), help, _field(name), choices=choices, aliases=tuple(aliases.items()))
+
+
+def _list(name: str, help: str) -> Flag:
+    """May be given several times, and each time with several values separated by commas."""
+    return Flag((name,), help, _field(name), kind="list")
 
 
 def _int(name: str, help: str, setting: str = "", least: float | None = 0) -> Flag:
@@ -84,9 +89,24 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _int("--max-batch-size", "prompts times n of one HTTP request [512]", least=1),
         _int("--max-body-bytes", "largest request body [16 MiB]", least=1),
         _int("--max-logprobs", "most top logprobs per token [128]", least=1),
-        _float("--keep-alive-interval", "seconds between comments on a silent stream [15]"),
+        Flag(("--keep-alive-interval", "--sse-keepalive-interval"), "seconds between comments on a silent stream [15]",
+             "keep_alive_interval", kind="float", least=0.01),
         _float("--client-stall-timeout", "seconds after which a client that reads nothing is cut off [60]"),
+        _float("--request-timeout", "seconds one request may take, waiting included; 0: any [0]"),
+        _switch("--strict-fields", help="refuse fields that nobody knows instead of listing them in a header"),
+        _list("--cors-origins", "origins whose pages may call the API from a browser, * for any [none]"),
+        _text("--ssl-certfile", "PEM file of the certificate and its chain: serve HTTPS"),
+        _text("--ssl-keyfile", "PEM file of the certificate's private key [in the certificate's file]"),
+        _text("--ssl-keyfile-password", "of the private key; better as a variable"),
+        _launcher("--http-workers", "--tokenizer-worker-num", help="processes that share the port [1]", kind="int",
+                  least=1),
         _int("--text-threads", "threads for tokenising and templates [cores, at most 4]"),
+    ),
+    "keys": (
+        _list("--api-key", "a key that clients must send; may be given several times"),
+        _text("--api-key-file", "tenants, one a line: name key [requests/min] [tokens/min] [namespace]; mode 600"),
+        _list("--admin-api-key", "key for an operator's commands; with keys on they need it"),
+        _switch("--public-metrics", help="/metrics needs no key"),
     ),
     "scheduling and memory": (
         _launcher("--workers", "--dp-size", "--data-parallel-size", help="worker processes [1]", kind="int", least=1),
@@ -149,8 +169,6 @@ ALWAYS: dict[str, tuple[str, ...]] = {
 ALWAYS_SWITCHES = frozenset({"--enable-mixed-chunk", "--sleep-on-idle", "--trust-remote-code"})
 
 REFUSED: dict[str, str] = {
-    "--api-key": "requests are not authenticated yet; put a proxy in front",
-    "--admin-api-key": "requests are not authenticated yet; put a proxy in front",
     "--skip-tokenizer-init": "the HTTP service always has its tokenizer; send input_ids to skip tokenising",
     "--is-embedding": "embedding models are not supported",
     "--quantization": "weights are computed in the --dtype; GGUF files are dequantised",

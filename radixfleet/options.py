@@ -24,6 +24,7 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 30000
     workers: int = 1
+    http_workers: int = 1
     skip_server_warmup: bool = False
     frozen_timeout: float = 10.0
     run_dir: str | None = None
@@ -68,8 +69,14 @@ def parse(
         if not flag.setting:
             own[flag.dest] = value
         else:
-            variables[PREFIX + flag.setting.upper()] = flag.sets if flag.kind == "switch" else str(value)
+            variables[PREFIX + flag.setting.upper()] = _variable(flag, value)
     return ServeOptions(**own, variables=variables)
+
+
+def _variable(flag: Flag, value: Any) -> str:
+    if flag.kind == "switch":
+        return flag.sets
+    return ",".join(value) if flag.kind == "list" else str(value)
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -100,7 +107,10 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     if flag.kind == "switch":
         group.add_argument(*flag.names, dest=flag.dest, action="store_true", default=None, help=flag.help)
         return
-    metavar = None if flag.choices else {"int": "N", "float": "X", "text": "TEXT"}[flag.kind]
+    metavar = None if flag.choices else {"int": "N", "float": "X"}.get(flag.kind, "TEXT")
+    if flag.kind == "list":
+        group.add_argument(*flag.names, dest=flag.dest, action="append", metavar=metavar, help=flag.help)
+        return
     group.add_argument(
         *flag.names,
         dest=flag.dest,

@@ -61,6 +61,17 @@ class TokenizerConfig(ServiceConfig, frozen=True, kw_only=True):
     stream_output: bool = False  # /generate streams deltas instead of cumulative text
     fastapi_root_path: str = ""
     log_level_http: str = ""
+    api_key: str = ""  # keys of tenants without limits, separated by commas
+    api_key_file: str = ""  # tenants with names, limits and namespaces; see shared.tenants
+    admin_api_key: str = ""  # for an operator's commands; several separated by commas
+    launch_key: str = ""  # the launcher's own, drawn at start: its warm-up request
+    public_metrics: bool = False
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
+    ssl_keyfile_password: str = ""
+    cors_origins: str = ""  # separated by commas; "*" for any
+    strict_fields: bool = False
+    request_timeout: Annotated[float, Meta(ge=0)] = 0.0  # seconds of one request; 0: none
     random_seed: NonNegative = 0  # 0: seeds are drawn from the system
 
 
@@ -69,6 +80,7 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     detokenizer_bind: str = "tcp://127.0.0.1:5551"
     worker_bind: str = "tcp://127.0.0.1:5560"
     model_path: str = ""
+    api_key_file: str = ""  # the tenants' budgets stand there
     page_size: Positive = DEFAULT_PAGE_SIZE
     schedule_policy: typing.Literal["fcfs", "lpm"] = "fcfs"
     disable_radix_cache: bool = False
@@ -102,6 +114,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     max_inflight_steps: Positive = 2
     threads: NonNegative = 0  # 0: all physical cores
     deterministic: bool = False
+    kv_bind: str = ""  # where other workers send pages to; empty: beside the way to the scheduler
 
 
 class DetokenizerConfig(ServiceConfig, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ import structlog
 
 from services.scheduler.core import Edges
 from services.scheduler.scheduler import Handler, Scheduler
+from shared import tenants
 from shared.clock import MonotonicClock
 from shared.config import SchedulerConfig, load
 from shared.messages.edges import FromDetokenizer, FromTokenizer, FromWorker
@@ -117,6 +118,7 @@ def _tame_garbage_collection() -> None:
 
 def main() -> int:
     config = load(SchedulerConfig, sys.argv[1:])
+    tenants.require(config.api_key_file)
     return run("scheduler", config, lambda: SchedulerService(config))
 
 

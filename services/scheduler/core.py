@@ -12,6 +12,7 @@ from services.scheduler.frontends import Frontends
 from services.scheduler.lifecycle import Lifecycle, abort
 from services.scheduler.masking import Masking, Post
 from services.scheduler.metrics import Metrics
+from services.scheduler.names import Names
 from services.scheduler.operations import Operations
 from services.scheduler.outbox import Detokenizer, Outbox
 from services.scheduler.pins import Pins
@@ -22,12 +23,14 @@ from services.scheduler.request import Request
 from services.scheduler.seats import Seats
 from services.scheduler.settle import Settler
 from services.scheduler.status import StatusBoard
+from services.scheduler.tenants import Tenants
 from services.scheduler.waiting import WaitingQueue
 from services.scheduler.watch import Watch
 from services.scheduler.worker import Worker
 from shared.clock import Clock
 from shared.config import SchedulerConfig
 from shared.messages.stream import Finish, FinishReason
+from shared.tenants import read_file
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,9 @@ class Core:
         self.outbox = Outbox(edges.detokenizers, epoch, self.metrics, clock)
         self.waiting = WaitingQueue(config.schedule_policy, config.ageing_seconds, self._longest_match)
         self.lifecycle = Lifecycle(self.seats, self.waiting, self.metrics, clock, self.outbox.touch)
+        self.names = Names()
+        self.tenants = Tenants(read_file(config.api_key_file) if config.api_key_file else (), clock)
+        self.lifecycle.on_end = self._ended
         self.fleet = Fleet(edges.workers, config, epoch, clock, self._worker_joined, self._worker_lost)
         self.frontends = Frontends(edges.tokenizers, config.heartbeat_timeout, clock, self._tokenizer_lost)
         self.door = Door(config, self.waiting, self.fleet, self.lifecycle.requests, self.lifecycle.compiling, clock)
@@ -69,6 +75,15 @@ class Core:
         self.watch = Watch(self)
 
     # Events
+
+    def enter(self, request: Request) -> None:
+        """It was let in."""
+        self.names.add(request)
+        self.tenants.admitted(request)
+
+    def _ended(self, request: Request) -> None:
+        self.names.discard(request)
+        self.tenants.ended(request)
 
     def forget(self, request: Request) -> None:
         """Nobody will ask about it again."""

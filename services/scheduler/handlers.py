@@ -100,7 +100,7 @@ class Handlers:
         if message.epoch not in (0, core.epoch):
             log.debug("request of another epoch dropped", request_id=message.request_id, epoch=message.epoch)
             return
-        refusal = core.door.refuse(message)
+        refusal = core.door.refuse(message) or core.tenants.refuse(message)
         if refusal is not None:
             core.metrics.count("requests_rejected")
             core.frontends.send(identity, refusal)
@@ -114,6 +114,7 @@ class Handlers:
         self._sequence += 1
         request = Request(message, identity, core.clock.now(), self._sequence)
         core.metrics.count("requests")
+        core.enter(request)
         core.watch.add_deadline(request)
         if message.constraint is not None:
             core.compiling.take(request)
@@ -126,6 +127,9 @@ class Handlers:
         for request_id in message.request_ids:
             request = self._core.lifecycle.requests.get(request_id)
             if request is not None:
+                self._core.lifecycle.finish(request, abort(message.reason))
+        for name in message.names:
+            for request in self._core.names.find(name, message.tenant):
                 self._core.lifecycle.finish(request, abort(message.reason))
 
     def _acknowledge(self, identity: bytes, message: StreamAck) -> None:

@@ -56,6 +56,7 @@ class Lifecycle:
         self.finished: dict[str, Request] = {}  # until their frontends have acknowledged
         self.num_running = 0
         self.group_worker: dict[str, Worker] = {}  # where the requests of a group went last
+        self.on_end: Callable[[Request], None] = _nothing  # called once for every request that came in
         self._metrics = metrics
         self._clock = clock
         self._touch = touch
@@ -89,6 +90,7 @@ class Lifecycle:
         del self.requests[request.request_id]
         request.state = State.FINISHED
         request.cancel = None
+        self.on_end(request)
 
     def start(self, request: Request) -> None:
         """It has a seat now."""
@@ -125,6 +127,7 @@ class Lifecycle:
         self.finished[request.request_id] = request
         self._metrics.finished(request)
         self._touch(request)
+        self.on_end(request)
 
     def suspend(self, request: Request) -> None:
         """Take its seat away; what is in flight is still accepted, then it waits again."""
@@ -192,3 +195,7 @@ class Lifecycle:
         self._metrics.count("retractions")
         self.suspended[request.request_id] = request
         self.settled(request)
+
+
+def _nothing(request: Request) -> None:
+    """For a listener nobody has set."""

@@ -57,7 +57,12 @@ class Operations:
         return OperationDone(operation.nonce, True, f"{pages} pages freed")
 
     def _abort_all(self, operation: Operation) -> OperationDone:
-        live = [request for request in self._lifecycle.requests.values() if request.live]
+        tenant = operation.tenant
+        live = [
+            request
+            for request in self._lifecycle.requests.values()
+            if request.live and (not tenant or request.message.tenant == tenant)
+        ]
         for request in live:
             self._lifecycle.finish(request, abort(operation.argument or "aborted by the operator"))
         return OperationDone(operation.nonce, True, f"{len(live)} requests aborted")

@@ -79,6 +79,7 @@ class StatusBoard:
             model=model.model if model else "",
             detail=reason,
             retry_after_s=1.0 if reason else 0.0,
+            tenants=self._core.tenants.usage(),
         )
 
     def _counters(self) -> dict[str, float]:
