@@ -32,3 +32,9 @@ def configure(service: str, level: str = "info", log_format: LogFormat = "auto")
     )
     structlog.contextvars.bind_contextvars(service=service)
     logging.basicConfig(stream=sys.stderr, level=_LEVELS[level], format="%(levelname)s: %(message)s")
+
+
+def set_level(level: str) -> None:
+    """Change what is logged from now on. Raises KeyError for an unknown level."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]))
+    logging.getLogger().setLevel(_LEVELS[level])

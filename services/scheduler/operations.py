@@ -68,7 +68,17 @@ class Operations:
         return OperationDone(operation.nonce, True, f"{len(live)} requests aborted")
 
     def _pause(self, operation: Operation) -> OperationDone:
+        """`abort` ends all requests, `retract` takes their seats and pages away, `in_place` (or nothing) keeps them."""
+        mode = operation.argument or "in_place"
+        if mode not in ("abort", "retract", "in_place"):
+            return OperationDone(operation.nonce, False, "the mode is one of abort, retract, in_place")
         self.paused = True
+        if mode == "abort":
+            self._abort_all(Operation(operation.nonce, "abort_all", "generation was paused"))
+        elif mode == "retract":
+            for worker in self._fleet:
+                for request in list(worker.running.values()):
+                    self._lifecycle.suspend(request)
         return OperationDone(operation.nonce, True, "no steps are dispatched until continue")
 
     def _continue(self, operation: Operation) -> OperationDone:

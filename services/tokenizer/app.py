@@ -17,7 +17,7 @@ from services.tokenizer import openapi
 from services.tokenizer.context import Context
 from services.tokenizer.errors import ApiError, ClientGone, invalid
 from services.tokenizer.middleware import Door
-from services.tokenizer.routes import chat, completions, models, native, ops
+from services.tokenizer.routes import chat, completions, control, models, native, ops, score
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ def create(context: Context) -> ASGIApp:
         docs_url=None,
         redoc_url=None,
     )
-    for family in (chat, completions, models, native, ops):
+    for family in (chat, completions, models, native, ops, control, score):
         app.include_router(family.router(context))
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)

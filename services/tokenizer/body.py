@@ -17,13 +17,17 @@ T = TypeVar("T")
 INLINE_BYTES = 64 << 10  # larger bodies are decoded in the thread pool
 
 
-async def read(request: Request, context: Context, kind: type[T], refused: Mapping[str, str]) -> tuple[T, list[str]]:
-    """The body and the names of fields nobody knows. Raises ApiError."""
+async def read(
+    request: Request, context: Context, kind: type[T], refused: Mapping[str, str], *, empty: bool = False
+) -> tuple[T, list[str]]:
+    """The body and the names of fields nobody knows. Raises ApiError. With `empty`, no body stands for `{}`."""
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise invalid("Unsupported Media Type: Only 'application/json' is allowed.", code="unsupported_media_type")
     with Share(context.bodies) as share:
         body = await read_bytes(request, context.config.max_body_bytes, context.config.client_stall_timeout, share)
+        if empty and not body:
+            body = b"{}"
         if len(body) <= INLINE_BYTES:
             return validation.decode(body, kind, refused)
         return await context.text.run(validation.decode, body, kind, refused)

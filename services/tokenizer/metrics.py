@@ -21,6 +21,7 @@ class Measurements:
         self.counters: Counter[str] = Counter(http_requests=0, answers_finished=0, answers_aborted=0)
         self.responses: Counter[int] = Counter()  # by HTTP status
         self.active = 0
+        self.log_requests = False  # whether the door says a line about each request
         self.cpu_seconds = time.process_time
 
     def gauges(self) -> dict[str, float]:

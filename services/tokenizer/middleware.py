@@ -19,7 +19,7 @@ REQUEST_ID = b"x-request-id"
 MAX_ID_CHARS = 128
 WORK_PATHS = frozenset(
     (
-        *("/generate", "/v1/completions", "/v1/chat/completions"),
+        *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/score"),
         *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
     )
 )
@@ -32,7 +32,8 @@ class Door:
         self._app = app
         self._measurements = measurements
         self._max_concurrent = max_concurrent
-        self._log = structlog.get_logger(__name__) if log_requests else None
+        self._log = structlog.get_logger(__name__)
+        measurements.log_requests = log_requests  # may be changed while running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,7 +66,7 @@ class Door:
             self._say("request finished", scope, request_id)
 
     def _say(self, event: str, scope: MutableMapping[str, Any], request_id: str) -> None:
-        if self._log is not None:
+        if self._measurements.log_requests:
             self._log.info(event, path=scope["path"], request_id=request_id)
 
 

@@ -11,7 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from services.tokenizer import schema
 from services.tokenizer.errors import ErrorBody
 
-BODIES = (
+BODIES: list[type[msgspec.Struct]] = [  # and whatever `takes` is told
     schema.ChatBody,
     schema.CompletionBody,
     schema.GenerateBody,
@@ -21,16 +21,18 @@ BODIES = (
     schema.AbortBody,
     schema.ChatTemplateBody,
     ErrorBody,
-)
+]
 _REF = "#/components/schemas/{name}"
 
 
-def takes(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def takes(kind: type[msgspec.Struct], *, optional: bool = False) -> dict[str, Any]:
     """`openapi_extra` of a route that reads `kind` from its body."""
+    if kind not in BODIES:
+        BODIES.append(kind)
     failure = {"application/json": {"schema": {"$ref": _REF.format(name="ErrorBody")}}}
     return {
         "requestBody": {
-            "required": True,
+            "required": not optional,
             "content": {"application/json": {"schema": {"$ref": _REF.format(name=kind.__name__)}}},
         },
         "responses": {

@@ -257,3 +257,26 @@ def test_a_mismatch_when_idle_is_counted_and_nothing_falls() -> None:
     fleet.scheduler.tick()
     assert fleet.core.metrics.counters["invariant_violations"] == 1
     fleet.assert_answered(rid)
+
+
+def test_pause_may_abort_or_take_the_pages_away() -> None:
+    fleet = LocalFleet()
+    kept = fleet.submit(tokens(20), 20)
+    fleet.turn()
+    assert not fleet.operate("pause", "later").ok
+    assert fleet.operate("pause", "retract").ok
+    fleet.run()
+    assert not fleet.core.lifecycle.num_running
+    assert fleet.request(kept).retractions == 1
+    assert fleet.operate("continue").ok
+    fleet.run()
+    fleet.assert_answered(kept)
+    ended = fleet.submit(tokens(30, seed=5), 20)
+    fleet.turn()
+    assert fleet.operate("pause", "abort").ok
+    fleet.run()
+    assert fleet.stream(ended).finish.reason is FinishReason.ABORT
+    assert fleet.operate("continue").ok
+    after = fleet.submit(tokens(30, seed=5), 20)
+    fleet.run()
+    fleet.assert_answered(after)
