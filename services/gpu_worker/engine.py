@@ -67,6 +67,11 @@ class Engine:
         self._sampler = Sampler(limits.vocab_size, device)
         self.stats = StepStats()
 
+    @property
+    def kv_cache(self) -> KVCache:
+        """For whoever moves pages that no step touches."""
+        return self._runner.kv_cache
+
     def reset(self) -> None:
         """Forget all requests, as a new incarnation must."""
         self.slots.reset()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 import structlog
@@ -21,10 +20,13 @@ from services.gpu_worker.faults import ProtocolError
 from services.gpu_worker.memory import resident_bytes
 from services.gpu_worker.session import Session
 from services.gpu_worker.startup import StartedEngine, start_engine
+from services.gpu_worker.transfer.address import bind_address
+from services.gpu_worker.transfer.page_io import PageIO
+from services.gpu_worker.transfer.transfers import Transfers
 from shared.config import WorkerConfig
 from shared.messages.control import Heartbeat, Ping, Pong
 from shared.messages.edges import ToWorker
-from shared.messages.kv import KvDone, KvReceive, KvSend
+from shared.messages.kv import KvCancel, KvReceive, KvSend
 from shared.messages.step import (
     Drain,
     StepCommand,
@@ -65,6 +67,7 @@ class Worker:
         self._compute: ComputeThread | None = None
         self._loading = False
         self._session: Session | None = None
+        self._transfers: Transfers | None = None
         self._client: Client[ToWorker] | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
         self._drained = asyncio.Event()
@@ -79,10 +82,16 @@ class Worker:
         self._loading = True
         started = await self._compute.call(lambda: self._start_engine(self._config))
         self._loading = False
-        self._hello = started.hello
+        self._transfers = transfers = self._make_transfers(started)
+        self._hello = msgspec.structs.replace(started.hello, kv_endpoints=transfers.endpoints)
         self._gauges = started.gauges
         self._executor = Executor(started.engine, Activity(), self._compute, self._reply)
         self._connect()
+
+    def _make_transfers(self, started: StartedEngine) -> Transfers:
+        config = self._config
+        endpoint = bind_address(config.kv_bind, config.scheduler, self._worker_id)
+        return Transfers(PageIO(started.engine.kv_cache), endpoint, self._send)
 
     async def drain(self) -> None:
         """Ask the scheduler to move our requests away; execute until it says Drain or the time-out."""
@@ -101,6 +110,8 @@ class Worker:
         """Give up what runs, close the socket, end the compute thread if it can end."""
         self._end_session()
         self._disconnect()
+        if self._transfers is not None:
+            self._transfers.close()
         if self._compute is not None:
             await self._compute.stop(0.0 if self._loading else STOP_TIMEOUT_S)
 
@@ -117,6 +128,8 @@ class Worker:
         gauges = {**self._gauges, **activity.gauges()}
         gauges["memory_bytes"] = float(resident_bytes())
         gauges["draining"] = float(self._draining)
+        if self._transfers is not None:
+            gauges.update(self._transfers.gauges())
         self._client.try_send(
             Heartbeat(
                 service_id=self._worker_id,
@@ -172,6 +185,8 @@ class Worker:
             self._session.end()
             self._session = None
             self._executor.reset()
+        if self._transfers is not None:
+            self._transfers.end()
 
     def _leave(self, why: str, exit_code: int) -> None:
         (log.error if exit_code else log.info)("leaving", reason=why)
@@ -221,16 +236,14 @@ class Worker:
                 self._on_drain()
             case Ping(nonce=nonce):
                 self._send(Pong(nonce, healthy=self._session is not None and self._session.is_live))
-            case KvSend():
-                self._refuse_transfer(message.transfer_id, "sent")
-            case KvReceive():
-                self._refuse_transfer(message.transfer_id, "received")
+            case KvSend() | KvReceive() | KvCancel():
+                self._on_transfer(message)
             case _:
                 log.debug("nothing to do", message=type(message).__name__)
 
-    def _refuse_transfer(self, transfer_id: int, side: Literal["sent", "received"]) -> None:
-        # No endpoints were offered, so nobody should ask; whoever does must not wait for an answer.
-        self._send(KvDone(transfer_id, self._incarnation, side, ok=False, detail="this worker has no transfers"))
+    def _on_transfer(self, message: KvSend | KvReceive | KvCancel) -> None:
+        if self._transfers is not None and self._session is not None and self._session.is_live:
+            self._transfers.handle(message)
 
     def _on_command(self, command: StepCommand) -> None:
         session = self._session
@@ -257,6 +270,8 @@ class Worker:
             return  # the answer to a hello that was repeated
         self._end_session()
         self._session = Session(self._incarnation, welcome.epoch, self._config.max_inflight_steps)
+        if self._transfers is not None:
+            self._transfers.begin(self._incarnation)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         log.info("welcome", epoch=welcome.epoch, incarnation=self._incarnation)

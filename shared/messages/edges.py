@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.messages.control import Heartbeat, Hello, Ping, Pong
-from shared.messages.kv import KvCancel, KvChunk, KvDone, KvReceive, KvSend
+from shared.messages.kv import KvCancel, KvChunk, KvDone, KvReady, KvReceive, KvSend
 from shared.messages.request import (
     AbortRequest,
     GenerateRequest,
@@ -35,6 +35,6 @@ ToDetokenizer = StreamOpen | TokenChunks | Ping | Pong
 TokenizerToDetokenizer = Hello | Ping
 DetokenizerToTokenizer = TextChunks | Pong
 
-FromWorker = WorkerHello | Heartbeat | StepResult | WorkerFault | KvDone | WorkerDrain | Ping | Pong
+FromWorker = WorkerHello | Heartbeat | StepResult | WorkerFault | KvReady | KvDone | WorkerDrain | Ping | Pong
 ToWorker = WorkerWelcome | WorkerReset | StepCommand | TokenMasks | KvSend | KvReceive | KvCancel | Drain | Ping | Pong
 WorkerToWorker = KvChunk

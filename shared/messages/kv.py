@@ -15,6 +15,8 @@ class KvSend(Message, frozen=True, tag=40):
 
 
 class KvReceive(Message, frozen=True, tag=41):
+    """Goes to the target first; the source hears of the transfer when the target is ready."""
+
     transfer_id: int
     pages: bytes  # int32
     source_id: str
@@ -30,7 +32,16 @@ class KvChunk(Message, frozen=True, tag=42):
     checksum: int
 
 
+class KvReady(Message, frozen=True, tag=47):
+    """The target awaits the pages of this transfer: they may be sent."""
+
+    transfer_id: int
+    incarnation: int
+
+
 class KvDone(Message, frozen=True, tag=43):
+    """One side is through, well or not: it neither reads nor writes pages of this transfer any more."""
+
     transfer_id: int
     incarnation: int
     side: Literal["sent", "received"]
@@ -39,4 +50,6 @@ class KvDone(Message, frozen=True, tag=43):
 
 
 class KvCancel(Message, frozen=True, tag=46):
+    """To both sides: each that is not through yet answers KvDone, not ok."""
+
     transfer_id: int

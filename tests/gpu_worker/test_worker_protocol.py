@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import torch
 
 from services.gpu_worker.startup import StartedEngine
 from services.gpu_worker.worker import Worker
@@ -17,7 +18,7 @@ from shared.config import WorkerConfig
 from shared.ints import pack
 from shared.messages.control import Heartbeat, Ping, Pong
 from shared.messages.edges import FromWorker
-from shared.messages.kv import KvDone, KvReceive
+from shared.messages.kv import KvCancel, KvDone, KvReady, KvReceive, KvSend
 from shared.messages.step import (
     Drain,
     StepCommand,
@@ -437,8 +438,30 @@ async def test_nobody_waits_for_a_scheduler_that_goes_while_we_drain(stage: Stag
     stage.script = Script(stage.endpoint)
 
 
-async def test_transfers_are_refused_at_once(stage: Stage) -> None:
-    await stage.script.welcome()
-    stage.script.send(KvReceive(4, pack([1]), "w2"))
-    done = await stage.script.next(KvDone)
-    assert (done.transfer_id, done.side, done.ok) == (4, "received", False)
+async def test_pages_that_nobody_sends_can_be_given_up(stage: Stage) -> None:
+    hello = await stage.script.welcome()
+    assert len(hello.kv_endpoints) == 1
+    stage.script.send(KvReceive(5, pack([1, 2]), "w2"))
+    assert await stage.script.next(KvReady) == KvReady(5, hello.incarnation)
+    stage.script.send(KvCancel(5))
+    assert await stage.script.next(KvDone) == KvDone(5, hello.incarnation, "received", ok=False, detail="cancelled")
+
+
+async def test_a_worker_sends_pages_to_itself_while_it_computes(stage: Stage) -> None:
+    """The step in execution neither waits for the pages nor are they held up by it."""
+    hello = await stage.script.welcome()
+    stage.script.open()
+    await stage.script.result()
+    stage.in_forward.clear()
+    stage.gate.clear()
+    stage.script.step([0])
+    await stage.reached_forward()
+    stage.script.send(KvReceive(1, pack([40]), "w1"))
+    await stage.script.next(KvReady)
+    stage.script.send(KvSend(1, pack([0]), "w1", hello.kv_endpoints))
+    sides = {(await stage.script.next(KvDone)).side for _ in range(2)}
+    assert sides == {"sent", "received"}
+    keys = stage.bench.runner.kv_cache.layers[0]
+    assert torch.equal(keys[40], keys[0])
+    stage.gate.set()
+    assert tokens(await stage.script.result()) == toy_greedy(PROMPT, 2)[1:]

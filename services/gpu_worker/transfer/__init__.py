@@ -1,0 +1,1 @@
+"""KV pages from one worker to another, in a thread of their own. Leaves which pages, when and why to the scheduler."""

@@ -1,0 +1,69 @@
+"""Pages on their way out: one PUSH socket per target, one chunk at a time. Leaves the thread to the mover."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from services.gpu_worker.transfer.page_io import PageIO
+from shared.messages.kv import KvChunk
+
+CHUNK_BYTES = 4 << 20
+QUEUED_CHUNKS = 2  # at each end of a socket; beyond them the sender waits
+MAX_TARGETS = 32
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    transfer_id: int
+    pages: list[int]
+    endpoint: str
+    sent: int = 0  # pages
+
+
+class Sockets:
+    """The targets of late; the one not used for the longest time is closed."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._context = context
+        self._sockets: dict[str, zmq.Socket[bytes]] = {}
+
+    def to(self, endpoint: str) -> zmq.Socket[bytes]:
+        """Raises zmq.ZMQError for an endpoint that is none."""
+        socket = self._sockets.pop(endpoint, None)
+        if socket is None:
+            socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.SNDHWM, QUEUED_CHUNKS)
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # without a connection nothing is queued
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            socket.connect(endpoint)
+        self._sockets[endpoint] = socket
+        if len(self._sockets) > MAX_TARGETS:
+            self._sockets.pop(next(iter(self._sockets))).close()
+        return socket
+
+    def close(self) -> None:
+        for socket in self._sockets.values():
+            socket.close()
+        self._sockets.clear()
+
+
+def send_chunk(outgoing: Outgoing, socket: zmq.Socket[bytes], pages: PageIO) -> bool:
+    """The next pages, if the socket takes them now. False: nothing has happened."""
+    count = min(max(1, CHUNK_BYTES // pages.page_bytes), len(outgoing.pages) - outgoing.sent)
+    first = outgoing.sent
+    data = pages.read(outgoing.pages[first : first + count]).reshape(-1).data
+    last = first + count == len(outgoing.pages)
+    header = KvChunk(outgoing.transfer_id, first, count, last, zlib.crc32(data))
+    try:
+        socket.send_multipart([_encoder.encode(header), data], zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return False
+    outgoing.sent += count
+    return True

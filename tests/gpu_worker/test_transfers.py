@@ -1,0 +1,213 @@
+"""Pages between two workers' caches: bytes, checksums, cancelling, targets that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from services.gpu_worker.kv_cache import KVCache
+from services.gpu_worker.transfer import outgoing
+from services.gpu_worker.transfer.address import bind_address
+from services.gpu_worker.transfer.page_io import PageIO
+from services.gpu_worker.transfer.transfers import Transfers
+from shared import ints
+from shared.messages.kv import KvCancel, KvChunk, KvDone, KvReady, KvReceive, KvSend
+
+CPU = torch.device("cpu")
+
+
+class End:
+    """One worker's cache and transfers."""
+
+    def __init__(self, endpoint: str, num_pages: int = 64, dtype: torch.dtype = torch.float32) -> None:
+        self.cache = KVCache(3, num_pages, 4, 2, 8, dtype, CPU)
+        for layer in self.cache.layers:
+            layer.normal_()
+        self.news: asyncio.Queue[Any] = asyncio.Queue()
+        self.transfers = Transfers(PageIO(self.cache), endpoint, self.news.put_nowait)
+        self.transfers.begin(7)
+
+    async def next(self) -> Any:
+        return await asyncio.wait_for(self.news.get(), 20)
+
+    def receive(self, transfer_id: int, pages: list[int]) -> None:
+        self.transfers.handle(KvReceive(transfer_id, ints.pack(pages), "a"))
+
+    def send(self, transfer_id: int, pages: list[int], to: End) -> None:
+        self.transfers.handle(KvSend(transfer_id, ints.pack(pages), "b", to.transfers.endpoints))
+
+
+Make = Callable[..., End]
+
+
+@pytest.fixture
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
+    ends: list[End] = []
+
+    def add(**fields: Any) -> End:
+        ends.append(End(fields.pop("endpoint", f"ipc://{tmp_path}/{len(ends)}"), **fields))
+        return ends[-1]
+
+    yield add
+    for end in ends:
+        end.transfers.end()
+        end.transfers.close()
+
+
+@pytest.mark.parametrize("endpoint", ["ipc", "tcp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_pages_arrive_bit_by_bit(
+    make: Make, dtype: torch.dtype, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outgoing, "CHUNK_BYTES", 4000)  # several chunks
+    more = {"endpoint": "tcp://127.0.0.1:*"} if endpoint == "tcp" else {}
+    source, target = make(dtype=dtype), make(dtype=dtype, **more)
+    pages, into = list(range(40, 3, -2)), list(range(19))
+    untouched = [layer[19:].clone() for layer in target.cache.layers]
+    target.receive(1, into)
+    assert await target.next() == KvReady(1, 7)
+    source.send(1, pages, target)
+    assert await source.next() == KvDone(1, 7, "sent", ok=True)
+    assert await target.next() == KvDone(1, 7, "received", ok=True)
+    for ours, theirs, kept in zip(target.cache.layers, source.cache.layers, untouched, strict=True):
+        assert torch.equal(ours[into], theirs[pages])
+        assert torch.equal(ours[19:], kept)
+    assert target.transfers.gauges()["kv_pages_in"] == source.transfers.gauges()["kv_pages_out"] == 19
+
+
+async def test_several_transfers_each_way_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outgoing, "CHUNK_BYTES", 3000)
+    one, other = make(), make()
+    before = [layer.clone() for layer in one.cache.layers]
+    for number in range(4):
+        other.receive(number, list(range(8 * number, 8 * number + 8)))
+        one.receive(10 + number, list(range(32 + 8 * number, 40 + 8 * number)))
+    for _ in range(4):
+        assert isinstance(await one.next(), KvReady)
+        assert isinstance(await other.next(), KvReady)
+    for number in range(4):
+        one.send(number, list(range(8 * number, 8 * number + 8)), other)
+        other.send(10 + number, list(range(32 + 8 * number, 40 + 8 * number)), one)
+    for _ in range(8):
+        assert (await one.next()).ok
+        assert (await other.next()).ok
+    for ours, theirs, were in zip(one.cache.layers, other.cache.layers, before, strict=True):
+        assert torch.equal(theirs[:32], were[:32])
+        assert torch.equal(ours[32:], theirs[32:])
+
+
+async def test_nothing_is_written_after_a_cancel(make: Make) -> None:
+    source, target = make(), make()
+    before = [layer.clone() for layer in target.cache.layers]
+    target.receive(1, [1, 2, 3])
+    await target.next()
+    target.transfers.handle(KvCancel(1))
+    done = await target.next()
+    assert (done.side, done.ok) == ("received", False)
+    source.send(1, [1, 2, 3], target)
+    assert (await source.next()).ok
+    target.receive(2, [9])  # comes after the pages of the cancelled one
+    await target.next()
+    source.send(2, [9], target)
+    assert (await target.next()).ok
+    for layer, was in zip(target.cache.layers, before, strict=True):
+        assert torch.equal(layer[:9], was[:9])
+    assert target.transfers.gauges()["kv_dropped"] == 1
+    target.transfers.handle(KvCancel(2))
+    target.transfers.handle(KvCancel(99))
+    assert target.news.empty()
+
+
+async def test_a_target_that_is_not_there_can_be_given_up(make: Make, tmp_path: Path) -> None:
+    source, target = make(), make()
+    source.transfers.handle(KvSend(1, ints.pack([1]), "b", (f"ipc://{tmp_path}/nobody",)))
+    target.receive(2, [1])
+    await target.next()
+    source.send(2, [1], target)  # is not held up by the first
+    assert (await target.next()).ok
+    assert (await source.next()).transfer_id == 2
+    source.transfers.handle(KvCancel(1))
+    assert await source.next() == KvDone(1, 7, "sent", ok=False, detail="cancelled")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        {"checksum": 1},
+        {"first": 1},
+        {"count": 2},
+        {"last": False},
+        {"first": -1},
+        {"count": -1},
+        {"count": 0},
+        {"last": False, "count": 5},
+    ],
+)
+async def test_spoilt_chunks_fail_their_transfer_and_write_nothing(make: Make, spoil: dict[str, Any]) -> None:
+    target = make()
+    before = [layer.clone() for layer in target.cache.layers]
+    target.receive(1, [5])
+    await target.next()
+    data = bytes(PageIO(target.cache).page_bytes)
+    fields: dict[str, Any] = {"transfer_id": 1, "first": 0, "count": 1, "last": True, "checksum": zlib.crc32(data)}
+    header = msgspec.msgpack.encode(KvChunk(**{**fields, **spoil}))
+    with zmq.Context.instance().socket(zmq.PUSH) as push:
+        push.connect(target.transfers.endpoints[0])
+        for frames in ([b"\xff\x00", b"x"], [b""], [header], [header, data]):
+            await asyncio.to_thread(push.send_multipart, frames)
+        done = await target.next()
+    assert (done.side, done.ok) == ("received", False)
+    assert all(torch.equal(layer, was) for layer, was in zip(target.cache.layers, before, strict=True))
+    assert target.transfers.gauges()["kv_dropped"] == 3
+
+
+async def test_unknown_pages_and_missing_endpoints_are_answered(make: Make) -> None:
+    source, target = make(), make()
+    source.send(1, [64], target)
+    assert not (await source.next()).ok
+    source.transfers.handle(KvSend(2, ints.pack([1]), "b", ()))
+    assert not (await source.next()).ok
+    target.receive(3, [64])
+    await target.next()
+    source.send(3, [1], target)
+    assert (await source.next()).ok
+    assert not (await target.next()).ok
+
+
+async def test_without_an_endpoint_everything_is_refused() -> None:
+    end = End("")
+    assert end.transfers.endpoints == ()
+    end.receive(1, [1])
+    assert await end.next() == KvDone(1, 7, "received", ok=False, detail="this worker has no transfers")
+
+
+async def test_a_new_life_hears_nothing_of_the_former_one(make: Make) -> None:
+    source, target = make(), make()
+    target.receive(1, [1])
+    await target.next()
+    source.send(1, [1], target)
+    source.transfers.end()
+    target.transfers.end()
+    source.transfers.begin(8)
+    target.transfers.begin(8)
+    target.receive(2, [2])
+    assert await target.next() == KvReady(2, 8)
+    source.send(2, [2], target)
+    assert await target.next() == KvDone(2, 8, "received", ok=True)
+    assert await source.next() == KvDone(2, 8, "sent", ok=True)
+
+
+def test_where_the_socket_is_bound(tmp_path: Path) -> None:
+    assert bind_address("tcp://10.0.0.1:7000", "tcp://10.0.0.9:5560", "w") == "tcp://10.0.0.1:7000"
+    assert bind_address("", "tcp://127.0.0.1:5560", "w") == "tcp://127.0.0.1:*"
+    assert bind_address("", "ipc:///run/x/worker.sock", "w-1").startswith("ipc:///run/x/kv-w-1-")
+    assert bind_address("", f"ipc:///{'x' * 100}/worker.sock", "w") == ""
+    assert bind_address("", "inproc://scheduler", "w") == ""
