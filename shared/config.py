@@ -115,7 +115,6 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     threads: NonNegative = 0  # 0: all physical cores
     deterministic: bool = False
     kv_bind: str = ""  # where other workers send pages to; empty: beside the way to the scheduler
-    kv_bind: str = ""  # where other workers send pages to; empty: beside the way to the scheduler
 
 
 class DetokenizerConfig(ServiceConfig, frozen=True, kw_only=True):
