@@ -102,7 +102,7 @@ class Compiling:
 
     async def _compile(self, request: Request) -> None:
         try:
-            guide = await self._guide(request)
+            guide, opening = await self._guide(request)
         except ConstraintError as bad:
             field = request.message.constraint.field if request.message.constraint else ""
             self._post(partial(self._refuse, request, "bad_constraint", bad.told(field)))
@@ -112,9 +112,10 @@ class Compiling:
             log.exception("constraint could not be compiled", request_id=request.request_id)
             self._post(partial(self._lifecycle.finish, request, error("internal error")))
         else:
-            self._post(partial(self._admit, request, guide))
+            self._post(partial(self._admit, request, guide, opening))
 
-    async def _guide(self, request: Request) -> Guide:
+    async def _guide(self, request: Request) -> tuple[Guide, tuple[int, ...]]:
+        """What leads it, and the tokens that its text begins with."""
         message = request.message
         constraint = message.constraint
         assert constraint is not None
@@ -133,7 +134,8 @@ class Compiling:
             thinking_end=message.thinking_end_id,
             refuse_small_budget=constraint.refuse_small_budget,
         )
-        return Guide(state, compiler.vocabulary.eos_ids[0], best_effort=constraint.best_effort)
+        guide = Guide(state, compiler.vocabulary.eos_ids[0], best_effort=constraint.best_effort)
+        return guide, grammar.opening if constraint.jump_forward and state.begun else ()
 
     async def _check(self, request: Request, finish: Finish) -> None:
         verdict = Verdict(False, "the check could not be finished", known=False)
@@ -156,9 +158,10 @@ class Compiling:
             ids = ids[:-1]
         return await compiler.check(constraint, compiler.vocabulary.decode(ids).decode("utf-8", "replace"))
 
-    def _admit(self, request: Request, guide: Guide) -> None:
+    def _admit(self, request: Request, guide: Guide, opening: tuple[int, ...]) -> None:
         if request.live:
             request.guide = guide
+            self._metrics.count("forced_tokens", guide.write_opening(request, opening))
             self._lifecycle.admit(request)
             self._admitted(request)
 

@@ -11,6 +11,7 @@ A decode row reads the slot's own last sample. Where more tokens are known than 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from services.scheduler.constraint.matcher import MaskRow
@@ -60,6 +61,19 @@ class Guide:
         self.resting = False  # takes no decode row in the next step
         self.slow = False  # its masks take too long for a batch to wait for them
         self.prepared: MaskRow | None = None  # the mask of its next row, filled before that row is planned
+
+    def write_opening(self, request: Request, opening: Sequence[int]) -> int:
+        """What every text begins with is output before the first step: it is prefilled with the prompt.
+
+        Returns how many tokens that are.
+        """
+        if request.output or request.sampling.logprobs >= 0:
+            return 0  # a request that goes on, or one whose tokens want a score each
+        for token in opening[: request.max_tokens]:
+            request.output.append(token)
+            if token in request.stops and len(request.output) > request.min_tokens:
+                break
+        return len(request.output)
 
     def take_accepted(self, request: Request) -> tuple[int, ...]:
         """Output tokens the state has not had; it has them from now on."""

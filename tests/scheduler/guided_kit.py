@@ -65,8 +65,9 @@ class InlineFiller:
 class InstantCompiling:
     """Compiles in no time, on the loop's thread; `hold` leaves requests COMPILING until `release`."""
 
-    def __init__(self, fleet: LocalFleet) -> None:
+    def __init__(self, fleet: LocalFleet, openings: bool) -> None:
         self.held = False
+        self.openings = openings
         self.cancelled: list[str] = []
         self._fleet = fleet
         self._waiting: list[Request] = []
@@ -85,9 +86,10 @@ class InstantCompiling:
             if request.live:
                 constraint = request.message.constraint
                 assert constraint is not None
-                request.guide = Guide(
-                    new_state(constraint), vocabulary().eos_ids[0], best_effort=constraint.best_effort
-                )
+                state = new_state(constraint)
+                request.guide = Guide(state, vocabulary().eos_ids[0], best_effort=constraint.best_effort)
+                if self.openings and constraint.jump_forward:
+                    request.guide.write_opening(request, state.fork().fill(np.empty(WORDS, np.int32), 1 << 20))
                 self._fleet.core.lifecycle.admit(request)
                 if request.output:
                     self._fleet.core.resume(request)
@@ -98,9 +100,9 @@ def new_state(constraint: Constraint) -> ConstraintState:
     return ConstraintState(matcher, jump_forward=constraint.jump_forward)
 
 
-def guided_fleet(**settings: Any) -> tuple[LocalFleet, InlineFiller, InstantCompiling]:
+def guided_fleet(*, openings: bool = True, **settings: Any) -> tuple[LocalFleet, InlineFiller, InstantCompiling]:
     fleet = LocalFleet(model_path="given", **settings)
-    filler, compiling = InlineFiller(), InstantCompiling(fleet)
+    filler, compiling = InlineFiller(), InstantCompiling(fleet, openings)
     fleet.core.masking.filler = filler
     fleet.core.compiling = compiling  # type: ignore[assignment]
     return fleet, filler, compiling

@@ -53,8 +53,11 @@ def check(fleet: LocalFleet, rid: str, constraint: Constraint) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("budget", [5, 128])
-def test_answers_obey_whatever_the_run_ahead(depth: int, budget: int) -> None:
-    fleet, _, _ = guided_fleet(hello={"max_inflight_steps": depth, "max_batched_tokens": budget, "max_slots": 4})
+@pytest.mark.parametrize("openings", [False, True])
+def test_answers_obey_whatever_the_run_ahead(depth: int, budget: int, openings: bool) -> None:
+    fleet, _, _ = guided_fleet(
+        openings=openings, hello={"max_inflight_steps": depth, "max_batched_tokens": budget, "max_slots": 4}
+    )
     rids = {submit(fleet, tokens(20 + i, i), kind): kind for i, kind in enumerate(KINDS)}
     plain = fleet.submit(tokens(30, 9), 40)
     fleet.run()
@@ -79,6 +82,33 @@ def test_forced_tokens_cost_no_step() -> None:
     assert decoded[False][1] == 0
     assert decoded[True][1] > 5
     assert decoded[True][0] < decoded[False][0] - 5
+
+
+def test_what_every_text_begins_with_is_prefilled_with_the_prompt() -> None:
+    steps = {}
+    for openings in (False, True):
+        fleet, _, _ = guided_fleet(openings=openings)
+        [worker] = fleet.workers.values()
+        rid = submit(fleet, tokens(20), PERSON)
+        fleet.turn()
+        [prefill] = worker.commands[0].prefills
+        assert (ints.count(prefill.token_ids) > 20) is openings
+        fleet.run()
+        check(fleet, rid, PERSON)
+        steps[openings] = fleet.core.metrics.counters["steps"]
+    assert steps[True] == steps[False] - 1
+
+
+@pytest.mark.parametrize("budget", [0, 1, 2, 60])
+def test_an_opening_obeys_the_budget_and_stop_tokens(budget: int) -> None:
+    fleet, _, _ = guided_fleet()
+    rid = submit(fleet, tokens(20), PERSON, budget)
+    answer = obey(tokens(20), PERSON, 60)
+    stopped = fleet.submit(tokens(21), budget, constraint=PERSON, stop_token_ids=answer[1:2])
+    fleet.run()
+    check(fleet, rid, PERSON)
+    assert fleet.stream(stopped).tokens == answer[: min(budget, 2)]
+    assert fleet.stream(stopped).finish.reason is (FinishReason.STOP if budget >= 2 else FinishReason.LENGTH)
 
 
 def test_a_complete_text_stops_without_an_end_token() -> None:
@@ -327,7 +357,7 @@ def test_random_lives(seed: int) -> None:
         "max_slots": 8,
         "max_inflight_steps": rng.choice([1, 2, 2, 3]),
     }
-    fleet, filler, _ = guided_fleet(workers=2, hello=hello)
+    fleet, filler, _ = guided_fleet(workers=2, hello=hello, openings=rng.random() < 0.5)
     filler.elapsed_ms = lambda: rng.choice([0.1, 0.1, 80.0])
     rids: dict[str, Constraint | None] = {}
     aborted: set[str] = set()

@@ -176,13 +176,13 @@ class Compiler:
 
     async def _build(self, constraint: Constraint, answer: Compiled) -> CompiledGrammar:
         loop = asyncio.get_running_loop()
-        build = partial(LLGuidanceMatcher.build, answer.grammar, self.vocabulary, self._limits)
-        base = await loop.run_in_executor(self._thread, build)
+        build = partial(_build, answer.grammar, self.vocabulary, self._limits)
+        base, opening = await loop.run_in_executor(self._thread, build)
         if base.error:
             raise ConstraintError(constraint.kind, base.error)
         ending = Ending(answer.shortest, answer.step, answer.plain_is_harmless)
         size = answer.grown + len(answer.grammar)
-        return CompiledGrammar(constraint.kind, base, ending, self.order, size)
+        return CompiledGrammar(constraint.kind, base, ending, self.order, size, opening)
 
     def _killed(self, constraint: Constraint, name: bytes, reason: str) -> ConstraintError:
         self.stats.killed += 1
@@ -216,6 +216,12 @@ def _load(model_path: str) -> tuple[Vocabulary, TokenOrder]:
     assert order.plain.size == vocabulary.words
     assert len(order.quiet) == vocabulary.size
     return vocabulary, order
+
+
+def _build(grammar: str, vocabulary: Vocabulary, limits: Limits) -> tuple[LLGuidanceMatcher, tuple[int, ...]]:
+    """The matcher, and the tokens that every text begins with."""
+    base = LLGuidanceMatcher.build(grammar, vocabulary, limits)
+    return base, tuple(base.fork().forced_tokens())
 
 
 def _be_nice() -> None:

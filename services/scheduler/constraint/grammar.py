@@ -17,13 +17,19 @@ _GROWTH = 2
 
 
 class CompiledGrammar:
-    """A matcher at the beginning of a grammar; every request follows a copy of it."""
+    """A matcher at the beginning of a grammar; every request follows a copy of it.
 
-    __slots__ = ("_base", "_order", "ending", "kind", "size")
+    `opening` are the tokens that every text begins with.
+    """
 
-    def __init__(self, kind: Kind, base: Matcher, ending: Ending, order: TokenOrder, size: int) -> None:
+    __slots__ = ("_base", "_order", "ending", "kind", "opening", "size")
+
+    def __init__(
+        self, kind: Kind, base: Matcher, ending: Ending, order: TokenOrder, size: int, opening: tuple[int, ...] = ()
+    ) -> None:
         self.kind = kind
         self.ending = ending
+        self.opening = opening
         self.size = max(_GROWTH * size, _LEAST_BYTES)
         self._base = base
         self._order = order
