@@ -16,6 +16,7 @@ USAGE = """usage: radixfleet COMMAND [FLAGS]
   worker
   detokenizer
   models       make a model available and print its folder
+  keygen       make keys for the sockets between hosts
   ping         ask a service whether it works: radixfleet ping tcp://HOST:PORT
 
   --version    print the version
@@ -70,6 +71,12 @@ def _models(name: str, argv: Sequence[str]) -> int:
     return models(list(argv))
 
 
+def _keygen(name: str, argv: Sequence[str]) -> int:
+    from radixfleet.keygen import main as keygen
+
+    return keygen(argv)
+
+
 _COMMANDS: dict[str, Callable[[str, Sequence[str]], int]] = {
     "serve": _serve,
     "tokenizer": _service,
@@ -78,4 +85,5 @@ _COMMANDS: dict[str, Callable[[str, Sequence[str]], int]] = {
     "detokenizer": _service,
     "models": _models,
     "ping": _ping,
+    "keygen": _keygen,
 }

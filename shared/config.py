@@ -33,6 +33,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_format: typing.Literal["auto", "console", "json"] = "auto"
     heartbeat_interval: float = 1.0
     drain_timeout: float = 30.0  # seconds for running requests after SIGTERM
+    curve_dir: str = ""  # folder with keys for tcp sockets; see shared.curve
+    health_bind: str = ""  # where `radixfleet ping` is answered, tcp or ipc; empty: nowhere
 
 
 class TokenizerConfig(ServiceConfig, frozen=True, kw_only=True):
@@ -59,6 +61,7 @@ class TokenizerConfig(ServiceConfig, frozen=True, kw_only=True):
     enable_metrics: bool = True
     enable_cache_report: bool = True  # accepted for compatibility; the report is always there
     stream_output: bool = False  # /generate streams deltas instead of cumulative text
+    script: bool = True  # whether /script is there
     fastapi_root_path: str = ""
     log_level_http: str = ""
     api_key: str = ""  # keys of tenants without limits, separated by commas

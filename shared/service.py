@@ -21,8 +21,11 @@ from typing import Protocol
 import structlog
 import uvloop
 
+from shared import curve
 from shared import logging as service_logging
 from shared.config import ServiceConfig
+from shared.messages.control import Ping, Pong
+from shared.transport import Frames, PeerBusy, PeerGone, Server
 
 log = structlog.get_logger(__name__)
 
@@ -79,13 +82,23 @@ def announce_ready() -> None:
 def run(name: str, config: ServiceConfig, make: Callable[[], Service]) -> int:
     """Run one service until a signal ends it; returns the exit code."""
     service_logging.configure(name, config.log_level, config.log_format)
+    _take_keys(name, config)
     _watch_parent()
     try:
         return uvloop.run(_live(name, config, make))
     except KeyboardInterrupt:
         return 130
     finally:
+        curve.close()
         _clear_run_dir()
+
+
+def _take_keys(name: str, config: ServiceConfig) -> None:
+    if config.curve_dir:
+        try:
+            curve.use(curve.load(config.curve_dir, name))
+        except curve.KeysUnusable as error:
+            raise SystemExit(f"radixfleet: {error}") from None
 
 
 async def _live(name: str, config: ServiceConfig, make: Callable[[], Service]) -> int:
@@ -103,6 +116,7 @@ async def _live(name: str, config: ServiceConfig, make: Callable[[], Service]) -
         loop.add_signal_handler(number, on_signal)
     service = make()
     beat: asyncio.Task[None] | None = None
+    health: _Health | None = None
     try:
         starting = asyncio.ensure_future(service.start())
         stopping = asyncio.ensure_future(stop.wait())
@@ -111,6 +125,8 @@ async def _live(name: str, config: ServiceConfig, make: Callable[[], Service]) -
             starting.cancel()
             return 0
         await starting
+        if config.health_bind:
+            health = _Health(config.health_bind)
         beat = asyncio.create_task(_heartbeats(service, config.heartbeat_interval))
         await asyncio.wait({stopping, beat}, return_when=asyncio.FIRST_COMPLETED)
         if beat.done():
@@ -124,7 +140,23 @@ async def _live(name: str, config: ServiceConfig, make: Callable[[], Service]) -
     finally:
         if beat is not None:
             beat.cancel()
+        if health is not None:
+            health.close()
         await service.close()
+
+
+class _Health:
+    """Answers `radixfleet ping` from the event loop, once the service has started: a stuck loop does not answer."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._server: Server[Ping] = Server(endpoint, Ping, self._on_ping, edge="health")
+
+    def _on_ping(self, identity: bytes, ping: Ping, frames: Frames) -> None:
+        with contextlib.suppress(PeerGone, PeerBusy):  # whoever still wants to know asks again
+            self._server.send(identity, Pong(ping.nonce))
+
+    def close(self) -> None:
+        self._server.close()
 
 
 async def _heartbeats(service: Service, interval: float) -> None:

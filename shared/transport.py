@@ -4,6 +4,9 @@ Leaves to its users what a message means. ZeroMQ's file descriptor is edge-trigg
 event *and every send* the socket's state is looked at again; all of that is in `_Socket` and nowhere else.
 
     bytes on the wire:  [identity] [msgspec message] [frame] [frame] ...
+
+A frame above MAX_MESSAGE_BYTES breaks its connection inside ZeroMQ; a message above it, or of too many frames, is
+dropped and counted here. Leaves keys to `curve`.
 """
 
 from __future__ import annotations
@@ -11,13 +14,15 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
+
+from shared import curve
 
 T = TypeVar("T")
 Frames = list[bytes]
@@ -26,6 +31,7 @@ Frame = bytes | memoryview  # of bytes
 log = structlog.get_logger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_FRAMES = 1024
 ZERO_COPY_BYTES = 64 << 10
 HIGH_WATER_MARK = 4096
 HEARTBEAT_INTERVAL_MS = 500
@@ -114,7 +120,8 @@ class _Socket(abc.ABC, Generic[T]):
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._deliver(frames)
+            if self._is_small(frames):
+                self._deliver(frames)
             if self._closed:
                 return
         else:
@@ -134,14 +141,23 @@ class _Socket(abc.ABC, Generic[T]):
     def _deliver(self, frames: Frames) -> None:
         """One message has arrived."""
 
+    def _is_small(self, frames: Frames) -> bool:
+        if len(frames) <= MAX_FRAMES and sum(map(len, frames)) <= MAX_MESSAGE_BYTES:
+            return True
+        self._drop(frames[0][:256], f"{len(frames)} frames of {sum(map(len, frames))} bytes")
+        return False
+
     def _decode(self, data: bytes, sender: bytes) -> T | None:
         try:
             return self._decoder.decode(data)
-        except (msgspec.DecodeError, RecursionError) as error:
-            self.malformed += 1
-            if self.malformed in (1, 10, 100) or self.malformed % 1000 == 0:
-                log.warning("malformed message dropped", sender=repr(sender), error=str(error), count=self.malformed)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._drop(sender, str(error))
             return None
+
+    def _drop(self, sender: bytes, why: str) -> None:
+        self.malformed += 1
+        if self.malformed in (1, 10, 100) or self.malformed % 1000 == 0:
+            log.warning("malformed message dropped", sender=repr(sender), error=why, count=self.malformed)
 
     def _send(self, frames: list[Frame]) -> None:
         copy = sum(map(len, frames)) < ZERO_COPY_BYTES
@@ -161,7 +177,8 @@ class _Socket(abc.ABC, Generic[T]):
 class Server(_Socket[T]):
     """A bound ROUTER. `on_message(identity, message, frames)` is called for each valid message.
 
-    `receive` is the union of messages this edge accepts; anything else is dropped and counted.
+    `receive` is the union of messages this edge accepts; anything else is dropped and counted. `peers` are the kinds
+    of keys that may connect over tcp; `edge` is what the log calls this door.
     """
 
     def __init__(
@@ -170,11 +187,15 @@ class Server(_Socket[T]):
         receive: Any,
         on_message: Callable[[bytes, T, Frames], None],
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        *,
+        edge: str = "fleet",
+        peers: Iterable[str] = curve.KINDS,
     ) -> None:
         super().__init__(zmq.ROUTER, receive, context)
         self._on_message = on_message
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        curve.secure_server(self._socket, endpoint, self._context, edge, peers)
         self._socket.bind(endpoint)
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._start()
@@ -185,7 +206,7 @@ class Server(_Socket[T]):
 
     def _deliver(self, frames: Frames) -> None:
         if len(frames) < 2:
-            self.malformed += 1
+            self._drop(frames[0], "no message")
             return
         message = self._decode(frames[1], frames[0])
         if message is not None:
@@ -195,7 +216,8 @@ class Server(_Socket[T]):
 class Client(_Socket[T]):
     """A DEALER connected to one Server. `on_message(message, frames)` is called for each valid message.
 
-    `identity` must be new for every life of the owner: `id/incarnation`.
+    `identity` must be new for every life of the owner: `id/incarnation`. `server` is the kind of key that proves, over
+    tcp, that this is who was meant.
     """
 
     def __init__(
@@ -205,6 +227,8 @@ class Client(_Socket[T]):
         receive: Any,
         on_message: Callable[[T, Frames], None],
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        *,
+        server: str = "scheduler",
     ) -> None:
         super().__init__(zmq.DEALER, receive, context)
         self._on_message = on_message
@@ -212,6 +236,7 @@ class Client(_Socket[T]):
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        curve.secure_client(self._socket, endpoint, server)
         self._socket.connect(endpoint)
         self.endpoint = endpoint
         self._start()
@@ -228,9 +253,6 @@ class Client(_Socket[T]):
         return False
 
     def _deliver(self, frames: Frames) -> None:
-        if not frames:
-            self.malformed += 1
-            return
         message = self._decode(frames[0], b"server")
         if message is not None:
             self._on_message(message, frames[1:])

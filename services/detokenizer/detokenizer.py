@@ -51,7 +51,9 @@ class Detokenizer:
         """Load the vocabulary, bind for tokenizers, connect to the scheduler."""
         config = self._config
         self._vocabulary = await asyncio.to_thread(vocabulary.load, config.tokenizer_path or config.model_path)
-        self._server: Server[TokenizerToDetokenizer] = Server(config.bind, TokenizerToDetokenizer, self._on_frontend)
+        self._server: Server[TokenizerToDetokenizer] = Server(
+            config.bind, TokenizerToDetokenizer, self._on_frontend, edge="text", peers=("tokenizer",)
+        )
         self._resources.callback(self._server.close)
         self._server.on_writable = self._on_writable
         self._outbox = Outbox(self._server.send, self._clock)

@@ -36,9 +36,9 @@ class SchedulerService:
         config = self._config
         _tame_garbage_collection()
         ports = [
-            _Port(config.tokenizer_bind, FromTokenizer, self._servers),
-            _Port(config.detokenizer_bind, FromDetokenizer, self._servers),
-            _Port(config.worker_bind, FromWorker, self._servers),
+            _Port("tokenizer", config.tokenizer_bind, FromTokenizer, self._servers),
+            _Port("detokenizer", config.detokenizer_bind, FromDetokenizer, self._servers),
+            _Port("worker", config.worker_bind, FromWorker, self._servers),
         ]
         edges = Edges(*(port.server for port in ports))
         self.scheduler = scheduler = Scheduler(config, new_incarnation(), edges, MonotonicClock())
@@ -84,8 +84,8 @@ class SchedulerService:
 class _Port:
     """One bound socket, made before the scheduler it speaks to."""
 
-    def __init__(self, endpoint: str, receive: Any, servers: list[Server[Any]]) -> None:
-        self.server: Server[Any] = Server(endpoint, receive, self._on_message)
+    def __init__(self, kind: str, endpoint: str, receive: Any, servers: list[Server[Any]]) -> None:
+        self.server: Server[Any] = Server(endpoint, receive, self._on_message, edge=kind, peers=(kind,))
         servers.append(self.server)
         self._scheduler: Scheduler | None = None
         self._handler: Handler | None = None

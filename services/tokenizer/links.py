@@ -34,7 +34,7 @@ class _Link:
         self._on_text = on_text
         self._on_answer = on_answer
         self._client: Client[DetokenizerToTokenizer] = Client(
-            endpoint, identity, DetokenizerToTokenizer, self._on_message
+            endpoint, identity, DetokenizerToTokenizer, self._on_message, server="detokenizer"
         )
         self._client.on_writable = self.introduce
         self._client.watch(self._on_disconnect)
