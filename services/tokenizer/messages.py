@@ -27,7 +27,7 @@ def _message(message: dict[str, Any], at: str) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise invalid(f"{at}.role must be one of {', '.join(ROLES)}.", f"{at}.role", "invalid_value")
-    if _depth(message) > MAX_DEPTH:
+    if depth_of(message) > MAX_DEPTH:
         raise invalid(f"{at} is nested too deeply.", at, "invalid_value")
     clean = {key: value for key, value in message.items() if value is not None}
     if "content" not in clean and role != "assistant":
@@ -78,7 +78,7 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-def _depth(value: Any) -> int:
+def depth_of(value: Any) -> int:
     """Nesting of lists and objects, without recursion of our own."""
     depth, level = 0, [value]
     while level and depth <= MAX_DEPTH:

@@ -1,0 +1,1 @@
+"""Reasoning: the part of an answer that the model thinks before it speaks."""

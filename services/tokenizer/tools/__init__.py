@@ -1,0 +1,1 @@
+"""Tool calls: what a request may call, how the model writes calls, and how they are read back."""
