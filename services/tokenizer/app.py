@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from services.tokenizer import openapi
+from services.tokenizer import cors, openapi
 from services.tokenizer.context import Context
 from services.tokenizer.errors import ApiError, ClientGone, invalid
 from services.tokenizer.middleware import Door
@@ -42,7 +42,8 @@ def create(context: Context) -> ASGIApp:
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
     openapi.install(app)
-    return Door(app, context.measurements, context.config.max_concurrent_requests, context.config.log_requests)
+    door = Door(app, context.access, context.frontend.limits, context.measurements, context.config)
+    return cors.wrap(door, context.config.cors_origins)
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:

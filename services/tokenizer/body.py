@@ -8,12 +8,13 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from services.tokenizer import validation
+from services.tokenizer import calls, validation
 from services.tokenizer.context import BodyBudget, Context
 from services.tokenizer.errors import ApiError, ClientGone, invalid, unavailable
 
 T = TypeVar("T")
 
+MAX_TIMEOUT_S = 86_400.0
 INLINE_BYTES = 64 << 10  # larger bodies are decoded in the thread pool
 
 
@@ -29,8 +30,15 @@ async def read(
         if empty and not body:
             body = b"{}"
         if len(body) <= INLINE_BYTES:
-            return validation.decode(body, kind, refused)
-        return await context.text.run(validation.decode, body, kind, refused)
+            found = validation.decode(body, kind, refused)
+        else:
+            found = await context.text.run(validation.decode, body, kind, refused)
+    wishes, unknown = found
+    calls.current().limit_time(
+        validation.in_range("timeout", getattr(wishes, "timeout", None), 0, MAX_TIMEOUT_S, above=True)
+    )
+    context.refuse_unknown(unknown)
+    return wishes, unknown
 
 
 class Share:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from services.tokenizer.errors import ApiError
+from services.tokenizer.access import Access
+from services.tokenizer.errors import ApiError, invalid
 from services.tokenizer.exchange import Answerer, Exchange
 from services.tokenizer.exposition import Exposition
 from services.tokenizer.frontend import Frontend
@@ -48,6 +49,7 @@ class Context:
     started_at: int
     version: str
     bodies: BodyBudget
+    access: Access
     _ignored_seen: set[str] = field(default_factory=set)
 
     @property
@@ -63,7 +65,8 @@ class Context:
             raise ApiError(404, f"The model {name!r} does not exist.", param="model", code="model_not_found")
 
     def ignored(self, names: list[str]) -> dict[str, str]:
-        """The header that lists fields nobody here knows; each is logged once."""
+        """The header that lists fields nobody here knows; each is logged once. Raises ApiError in strict mode."""
+        self.refuse_unknown(names)
         shown = [name for name in names if name.isascii() and name.isprintable()][:_MAX_IGNORED]
         if not names:
             return {}
@@ -72,6 +75,12 @@ class Context:
                 self._ignored_seen.add(name)
                 log.info("unknown field ignored", field=name[:64])
         return {IGNORED_HEADER: ", ".join(name[:64].replace(",", "?") for name in shown) or "?"}
+
+    def refuse_unknown(self, names: list[str]) -> None:
+        """With --strict-fields, 400 for fields that nobody knows."""
+        if names and self.config.strict_fields:
+            shown = ", ".join(name[:64] for name in names[:_MAX_IGNORED])
+            raise invalid(f"Unknown fields: {shown}.", names[0][:64], "unknown_parameter")
 
     def exchange(
         self,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 from starlette.responses import Response
@@ -15,6 +16,7 @@ from shared.messages.stream import Finish, FinishReason
 
 CODES = {
     401: "invalid_api_key",
+    403: "permission_denied",
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",
@@ -34,8 +36,13 @@ REJECT_STATUS: dict[RejectCode, int] = {
     "draining": 503,
     "duplicate_id": 400,
     "internal": 500,
+    "rate_limited": 429,
 }
-REJECT_CODE: dict[RejectCode, str] = {"too_long": "context_length_exceeded", "internal": "internal_error"}
+REJECT_CODE: dict[RejectCode, str] = {
+    "too_long": "context_length_exceeded",
+    "internal": "internal_error",
+    "rate_limited": "rate_limit_exceeded",
+}
 
 
 class ErrorDetail(msgspec.Struct):
@@ -62,6 +69,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -69,11 +77,14 @@ class ApiError(Exception):
         self.param = param
         self.code = code or CODES.get(status)
         self.retry_after = retry_after
+        self.headers = headers or {}
 
     @property
     def type(self) -> str:
         if self.status == 401:
             return "authentication_error"
+        if self.status == 403:
+            return "permission_error"
         if self.status == 429:
             return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
@@ -83,7 +94,7 @@ class ApiError(Exception):
         return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code)))
 
     def response(self, headers: dict[str, str] | None = None) -> Response:
-        headers = dict(headers or {})
+        headers = {**self.headers, **(headers or {})}
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
         return Response(self.body(), self.status, headers, "application/json")

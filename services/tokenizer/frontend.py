@@ -13,7 +13,9 @@ from collections.abc import Callable
 
 import structlog
 
+from services.tokenizer import calls
 from services.tokenizer.errors import ApiError, from_rejection, unavailable
+from services.tokenizer.limits import Limits
 from services.tokenizer.links import DetokenizerLinks
 from services.tokenizer.metrics import Measurements
 from services.tokenizer.streams import Group, StreamTable
@@ -53,6 +55,7 @@ class Frontend:
         self.status: SystemStatus | None = None
         self.draining = False
         self.measurements = measurements
+        self.limits = Limits(clock)
         self.on_ready: Callable[[], None] = _nothing  # whenever a message finds us ready
         self.on_idle: Callable[[], None] = _nothing  # when the last request has gone
         self._clock = clock
@@ -98,6 +101,9 @@ class Frontend:
     def submit(self, group: Group) -> None:
         """Send every choice. Raises ApiError; then nothing of it runs."""
         self.refuse_unless_ready()
+        call = calls.current()
+        for stream in group.streams:
+            stream.belong(call)
         self.streams.add(group)
         try:
             for stream in group.streams:
@@ -114,9 +120,16 @@ class Frontend:
         if not len(self.streams):
             self.on_idle()
 
-    def abort(self, rid: str) -> None:
-        """End a caller's request; its answer says so."""
-        self._queue(self._aborts, self.streams.ids_of(rid))
+    def abort(self, name: str) -> None:
+        """End the caller's requests of this name, whichever frontend they came through; their answers say so.
+
+        An operator means anybody's. Raises ApiError where the scheduler is away.
+        """
+        call = calls.current()
+        try:
+            self._scheduler.send(AbortRequest((), names=(name,), tenant="" if call.is_operator else call.tenant))
+        except PeerBusy:
+            raise unavailable("The scheduler is not reachable.") from None
 
     async def operate(self, name: OperationName, argument: str = "") -> OperationDone:
         """Run one operator's command. Raises ApiError where the scheduler is away."""
@@ -124,7 +137,7 @@ class Frontend:
         future: asyncio.Future[OperationDone] = self._loop.create_future()
         self._operations[nonce] = future
         try:
-            self._scheduler.send(Operation(nonce, name, argument))
+            self._scheduler.send(Operation(nonce, name, argument, calls.current().tenant))
             async with asyncio.timeout(OPERATION_TIMEOUT_S):
                 return await future
         except (PeerBusy, TimeoutError):
@@ -228,6 +241,8 @@ class Frontend:
             return
         if message.code == "duplicate_id" and stream.resubmitted:
             return
+        if message.code == "rate_limited":
+            self.limits.block(stream.request.tenant, message.retry_after_s, message.detail)
         stream.fail(from_rejection(message))
 
     def _on_text(self, message: TextChunks) -> None:

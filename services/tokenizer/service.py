@@ -10,6 +10,7 @@ from importlib import metadata
 import structlog
 
 from services.tokenizer import app, http_server, model_folder
+from services.tokenizer.access import Access
 from services.tokenizer.context import BodyBudget, Context
 from services.tokenizer.errors import unavailable
 from services.tokenizer.exposition import Exposition
@@ -133,6 +134,7 @@ class TokenizerService:
             started_at=int(time.time()),
             version=_version(),
             bodies=BodyBudget(max(MAX_BODY_MEMORY, config.max_body_bytes)),
+            access=Access.of(config),
         )
 
 

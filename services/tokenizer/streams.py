@@ -9,6 +9,7 @@ sockets to frontend and the words of the APIs to render/.
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections import deque
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 import msgspec
 import structlog
 
+from services.tokenizer.calls import Call
 from services.tokenizer.errors import ApiError, from_finish
 from services.tokenizer.output import Output, ScoreColumns
 from shared import ints
@@ -23,6 +25,8 @@ from shared.messages.request import GenerateRequest
 from shared.messages.stream import Scores, TextChunk
 
 log = structlog.get_logger(__name__)
+
+LEAST_TIME_S = 0.001  # of a request whose time is over: its scheduler says so
 
 
 class Stream:
@@ -35,6 +39,7 @@ class Stream:
         "_ids",
         "_k",
         "_m",
+        "_until",
         "done",
         "error",
         "group",
@@ -60,6 +65,7 @@ class Stream:
         self._k = max(request.sampling.logprobs, 0)
         self._m = ints.count(request.sampling.logprob_token_ids)
         self._fresh: Output | None = None
+        self._until = 0.0  # when its time is over; 0: never
 
     def accept(self, chunk: TextChunk) -> None:
         """Merge one chunk; what is already there is cut off by offset, a gap ends the stream."""
@@ -113,6 +119,22 @@ class Stream:
         fresh, self._fresh = self._fresh, None
         return fresh
 
+    def belong(self, call: Call) -> None:
+        """Give the request to its caller: id, cache, budget and time. Raises ApiError where no time is left."""
+        request = self.request
+        left = call.time_left()
+        self._until = time.monotonic() + left if left else 0.0
+        self.request = msgspec.structs.replace(
+            request,
+            request_id=call.request_id(request.request_id),
+            tenant=call.tenant,
+            namespace=call.namespace(request.namespace),
+            names=self.names,
+            counted=call.counts(),
+            deadline_s=left,
+            traceparent=call.traceparent,
+        )
+
     def stamp(self, frontend_id: str, epoch: int) -> GenerateRequest:
         """The request as it leaves: with its sender and the scheduler life it was made for."""
         self.request = msgspec.structs.replace(self.request, frontend_id=frontend_id, epoch=epoch)
@@ -121,7 +143,10 @@ class Stream:
     def resumed(self, epoch: int) -> GenerateRequest:
         """The request as a new scheduler must see it: with every token already here."""
         self.resubmitted = True
-        return msgspec.structs.replace(self.request, epoch=epoch, output_ids=ints.pack(self._ids))
+        left = max(self._until - time.monotonic(), LEAST_TIME_S) if self._until else 0.0
+        return msgspec.structs.replace(
+            self.request, epoch=epoch, output_ids=ints.pack(self._ids), deadline_s=left, counted=False
+        )
 
     def _columns(self, scores: Scores) -> ScoreColumns:
         columns = ScoreColumns(self._k, self._m)
@@ -183,7 +208,7 @@ class StreamTable:
 
     def __init__(self) -> None:
         self._streams: dict[str, Stream] = {}
-        self._named: dict[str, list[Stream]] = {}
+        self._named: dict[tuple[str, str], list[Stream]] = {}  # by tenant and name
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -191,13 +216,13 @@ class StreamTable:
     def add(self, group: Group) -> None:
         """Raises ApiError where a name or request id is already in use; then nothing was added."""
         for stream in group.streams:
-            for name in {stream.request.request_id, *stream.names}:
-                if name in self._named or name in self._streams:
+            for name in stream.names:
+                if (stream.request.tenant, name) in self._named or stream.request.request_id in self._streams:
                     raise ApiError(400, f"A request with the id {name!r} is running.", param="rid", code="duplicate_id")
         for stream in group.streams:
             self._streams[stream.request.request_id] = stream
             for name in stream.names:
-                self._named.setdefault(name, []).append(stream)
+                self._named.setdefault((stream.request.tenant, name), []).append(stream)
 
     def discard(self, group: Group) -> list[Stream]:
         """Forget a group; returns the streams that were here, none where it was never added."""
@@ -205,16 +230,11 @@ class StreamTable:
         for stream in gone:
             del self._streams[stream.request.request_id]
             for name in stream.names:
-                self._named.pop(name, None)
+                self._named.pop((stream.request.tenant, name), None)
         return gone
 
     def get(self, request_id: str) -> Stream | None:
         return self._streams.get(request_id)
-
-    def ids_of(self, name: str) -> tuple[str, ...]:
-        """Request ids behind a caller's name; unknown names may live at another frontend: they stand for themselves."""
-        streams = self._named.get(name)
-        return tuple(stream.request.request_id for stream in streams) if streams else (name,)
 
     def live(self) -> list[Stream]:
         return [stream for stream in self._streams.values() if not stream.done]

@@ -180,6 +180,10 @@ class FakeBackend:
                 for request_id in message.request_ids:
                     self.aborted.append(request_id)
                     self._abort(request_id)
+                for request in [r for r in self.requests if r.request_id in self._tasks]:
+                    if set(request.names) & set(message.names) and message.tenant in ("", request.tenant):
+                        self.aborted.append(request.request_id)
+                        self._abort(request.request_id)
             case StreamAck():
                 self.acked.extend(message.request_ids)
             case Operation():
@@ -187,8 +191,9 @@ class FakeBackend:
                 ok = self.flush_ok or message.name != "flush_cache"
                 self.to_frontend(identity, OperationDone(message.nonce, ok, "" if ok else "2 requests are running"))
                 if message.name == "abort_all":
-                    for request_id in list(self._tasks):
-                        self._abort(request_id)
+                    for request_id in [r.request_id for r in self.requests if r.request_id in self._tasks]:
+                        if not message.tenant or request_id.startswith(f"{message.tenant}:"):
+                            self._abort(request_id)
             case Ping():
                 self.to_frontend(identity, Pong(message.nonce))
         self._notify()

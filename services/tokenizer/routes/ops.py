@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
-from services.tokenizer import body, requests, sse
+from services.tokenizer import body, calls, requests, sse
 from services.tokenizer.context import Context
 from services.tokenizer.errors import ApiError, invalid
 from services.tokenizer.load import Load
@@ -185,6 +185,7 @@ def _command(routes: APIRouter, context: Context) -> None:
         """End the request with exactly this id, or all of them; unknown ids are no error."""
         wishes, _ = await body.read(request, context, AbortBody, {})
         if wishes.abort_all:
+            calls.current().check_abort_all()
             await context.frontend.operate("abort_all")
         elif wishes.rid:
             context.frontend.abort(wishes.rid)
