@@ -15,9 +15,11 @@ from services.tokenizer.frontend import Frontend
 from services.tokenizer.metrics import Measurements, RequestTimer
 from services.tokenizer.model_folder import ModelFolder
 from services.tokenizer.sampling import SeedSource
+from services.tokenizer.sessions import Sessions
 from services.tokenizer.streams import Group
 from services.tokenizer.text import TextEngine
 from services.tokenizer.vocabulary import Vocabulary
+from shared.clock import MonotonicClock
 from shared.config import TokenizerConfig
 
 log = structlog.get_logger(__name__)
@@ -50,6 +52,7 @@ class Context:
     version: str
     bodies: BodyBudget
     access: Access
+    sessions: Sessions = field(default_factory=lambda: Sessions(MonotonicClock()))
     _ignored_seen: set[str] = field(default_factory=set)
 
     @property

@@ -114,10 +114,10 @@ def strings(name: str, value: str | Sequence[str] | None, most: int, most_chars:
     return texts
 
 
-def request_id(rid: str) -> str:
+def request_id(rid: str, name: str = "rid") -> str:
     """A caller's id: short and visible."""
     if not rid or len(rid) > MAX_RID_CHARS or not rid.isprintable():
-        raise invalid(f"rid must be 1 to {MAX_RID_CHARS} printable characters.", "rid", "invalid_value")
+        raise invalid(f"{name} must be 1 to {MAX_RID_CHARS} printable characters.", name, "invalid_value")
     return rid
 
 

@@ -121,7 +121,7 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str | None, str | None]] = [
     (complete(prompt=[True]), "prompt", "invalid_type"),
     (complete(prompt=TOO_LONG), "prompt", "context_length_exceeded"),
     (complete(prompt="x" * (1 << 20)), "prompt", "context_length_exceeded"),
-    (complete(best_of=3), "best_of", "unsupported_parameter"),
+    (complete(best_of=3, n=4), "best_of", "out_of_range"),
     (complete(suffix="x"), "suffix", "unsupported_parameter"),
     (complete(logprobs=1000), "logprobs", "out_of_range"),
     (complete(json_schema=3), "json_schema", "invalid_type"),

@@ -70,8 +70,16 @@ class CompletionAnswerer:
         return sse.event({**self._head, "choices": [], "usage": self._counts.usage()}) + sse.DONE
 
     def whole(self, outputs: list[Output]) -> bytes:
+        self.count(outputs)
+        return self.render(outputs)
+
+    def count(self, outputs: list[Output]) -> None:
+        """Take the tokens of all outputs into the usage."""
         for index, output in enumerate(outputs):
             self._counts.note(index, output.num_output_tokens, output.cached_tokens)
+
+    def render(self, outputs: list[Output]) -> bytes:
+        """The answer with these choices and what was counted."""
         choices = [self._choice(index, output, first=True, ended=True) for index, output in enumerate(outputs)]
         answer = {**self._head, "choices": choices, "usage": self._counts.usage()}
         answer["metadata"] = {"weight_version": "default"}

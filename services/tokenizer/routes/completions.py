@@ -9,17 +9,20 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.tokenizer import body, requests, sampling, validation
+from services.tokenizer import body, calls, requests, sampling, sessions, validation
 from services.tokenizer.context import Context
 from services.tokenizer.errors import invalid, too_long
+from services.tokenizer.exchange import Answerer
 from services.tokenizer.metrics import RequestTimer
 from services.tokenizer.openapi import takes
+from services.tokenizer.render.best_of import BestOfAnswerer
 from services.tokenizer.render.completions import CompletionAnswerer, EchoedPrompt
 from services.tokenizer.render.usage import Counts
 from services.tokenizer.requests import Prompt
-from services.tokenizer.routes.openai_fields import model_defaults, prompt_options, stream_options
+from services.tokenizer.routes.openai_fields import model_defaults, prompt_options, single, stream_options
 from services.tokenizer.sampling import Names, ScoreWishes
 from services.tokenizer.schema import REFUSED_OPENAI, CompletionBody
+from services.tokenizer.sessions import RecordingAnswerer
 from shared.messages.request import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
@@ -42,19 +45,23 @@ async def _answer(context: Context, wishes: CompletionBody, unknown: list[str]) 
     context.check_model(wishes.model)
     texts = split_prompts(wishes.prompt, "prompt")
     n = sampling.choices(wishes, Names(), len(texts), context.config.max_batch_size)
-    timer = RequestTimer(context.measurements, n * len(texts), streaming=bool(wishes.stream))
-    if wishes.best_of not in (None, n):
-        raise invalid("best_of other than n is not supported.", "best_of", "unsupported_parameter")
+    candidates = _candidates(wishes, n, len(texts), context.config.max_batch_size)
+    timer = RequestTimer(context.measurements, candidates * len(texts), streaming=bool(wishes.stream))
     if wishes.suffix:
         raise invalid("suffix is not supported by this model.", "suffix", "unsupported_parameter")
     options = stream_options(wishes)
     params = _params(context, wishes)
     ids = await encode_prompts(context, texts, "prompt", wishes.parse_special is not False)
-    prompts = _prompts(context, wishes, params, ids, n)
+    recorder = None
+    session = sessions.read(wishes.session_params, candidates * len(texts))
+    if session is not None:
+        [(wishes.rid, _)] = requests.item_rids(single(wishes.rid, "rid"), 1, False)
+        ids[0], recorder = context.sessions.enter(calls.current().tenant, session, wishes.rid, ids[0])
+    prompts = _prompts(context, wishes, params, ids, candidates)
     answerer = CompletionAnswerer(
         response_id=prompts[0].names[-1],
         model=wishes.model or context.model.served_name,
-        counts=Counts([len(prompt.ids) for prompt in prompts], n),
+        counts=Counts([len(prompt.ids) for prompt in prompts], candidates),
         vocabulary=context.vocabulary,
         n=n,
         echoed=await _echoed(context, texts, prompts) if wishes.echo else None,
@@ -64,14 +71,29 @@ async def _answer(context: Context, wishes: CompletionBody, unknown: list[str]) 
     )
     group = requests.make_group(prompts, context.seeds)
     headers = context.ignored(unknown)
-    return context.exchange(group, answerer, timer, streaming=bool(wishes.stream), headers=headers)
+    speaker: Answerer = answerer
+    if candidates > n:
+        speaker = BestOfAnswerer(answerer, candidates, n)
+    elif recorder is not None:
+        speaker = RecordingAnswerer(answerer, recorder)
+    return context.exchange(group, speaker, timer, streaming=bool(wishes.stream), headers=headers)
+
+
+def _candidates(wishes: CompletionBody, n: int, num_prompts: int, max_batch: int) -> int:
+    """How many answers are generated for each prompt; `n` of them are shown."""
+    best_of = validation.in_range("best_of", wishes.best_of, n, max_batch // num_prompts)
+    if best_of is not None and best_of > n and wishes.stream:
+        raise invalid("best_of larger than n cannot be streamed.", "best_of", "invalid_value")
+    return best_of or n
 
 
 def _params(context: Context, wishes: CompletionBody) -> SamplingParams:
     most = context.config.max_logprobs
     top = validation.in_range("logprobs", wishes.logprobs, 0, most)
-    scored = top is not None
-    scores = ScoreWishes(top=top if top is not None else -1, prompt_from=0 if scored and wishes.echo else -1)
+    prompt_from = 0 if top is not None and wishes.echo else -1
+    if top is None:
+        top = 0 if (wishes.best_of or 0) > (wishes.n or 1) else -1  # candidates are ranked by their scores
+    scores = ScoreWishes(top=top, prompt_from=prompt_from)
     return sampling.build(wishes, Names(), context.model, model_defaults(context), scores, most)
 
 
