@@ -304,3 +304,14 @@ async def test_large_bodies_are_decoded_off_the_loop(client: httpx.AsyncClient, 
         "/generate", content=msgspec.json.encode(body), headers={"content-type": "application/json"}
     )
     assert answer.status_code == 200
+
+
+async def test_stream_interval_makes_fewer_and_larger_events(client: httpx.AsyncClient) -> None:
+    body = {"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 8, "stream_interval": 3}}
+    answer = events((await client.post("/generate", json=body)).text)
+    counts = [len(event["output_ids"]) for event in answer]
+    assert counts[-1] == 8
+    assert all(later - earlier >= 3 for earlier, later in itertools.pairwise(counts[:-1]))
+    body["sampling_params"] = {"stream_interval": 0}
+    refused = await client.post("/generate", json=body)
+    assert refused.json()["error"]["param"] == "sampling_params.stream_interval"
