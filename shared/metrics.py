@@ -11,22 +11,29 @@ BUCKETS = (
 )
 """Upper bounds in seconds, each inclusive, as Prometheus reads them; one more bucket holds everything above."""
 
+FINE_BUCKETS = (
+    *(0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.2, 0.5, 1.0, 5.0),
+)
+"""The same for what usually takes less than a millisecond."""
+
 
 class Histogram:
-    """Counts of observations by BUCKETS, and their sum. `snapshot()` is what a Heartbeat carries."""
+    """Counts of observations by bounds, and their sum. `snapshot()` is what a Heartbeat carries."""
 
-    __slots__ = ("_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_sum")
 
-    def __init__(self) -> None:
-        self._counts = [0] * (len(BUCKETS) + 1)
+    def __init__(self, bounds: tuple[float, ...] = BUCKETS) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
     def observe(self, seconds: float, times: int = 1) -> None:
-        self._counts[bisect_left(BUCKETS, seconds)] += times
+        self._counts[bisect_left(self._bounds, seconds)] += times
         self._sum += seconds * times
 
     def snapshot(self) -> tuple[float, ...]:
-        """Cumulative counts per bucket (len(BUCKETS) + 1 values, the last is the total), then the sum."""
+        """Cumulative counts per bound, their total, then the sum."""
         values: list[float] = []
         total = 0
         for count in self._counts:

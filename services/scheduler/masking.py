@@ -154,6 +154,7 @@ class Masking:
 
     def _take_outcome(self, request: Request, guide: Guide, outcome: RowOutcome, owed: bool) -> None:
         guide.judge_time(outcome.elapsed_ms)
+        self._metrics.mask_row_time.observe(outcome.elapsed_ms / 1e3)
         if outcome.error:
             log.warning("matcher failed", request_id=request.request_id, detail=outcome.error)
             self._lifecycle.finish(request, error(f"the constraint could not be followed: {outcome.error}"))

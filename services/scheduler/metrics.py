@@ -12,7 +12,7 @@ from services.scheduler.request import Request
 from services.scheduler.worker import UnloggedPrefills, Worker
 from shared.clock import Clock
 from shared.messages.stream import FinishReason
-from shared.metrics import Histogram
+from shared.metrics import FINE_BUCKETS, Histogram
 
 log = structlog.get_logger(__name__)
 
@@ -39,6 +39,9 @@ COUNTERS = (
     "detokenizers_lost",
     "tokenizers_lost",
     "transfers",
+    "transfers_failed",
+    "transferred_tokens",
+    "transferred_bytes",
     "internal_errors",
     "invariant_violations",
 )
@@ -48,8 +51,10 @@ class Metrics:
     def __init__(self, clock: Clock, decode_log_interval: int) -> None:
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
         self.queue_time = Histogram()
-        self.mask_time = Histogram()  # of filling one step's masks
-        self.mask_wait = Histogram()  # of a worker, for them
+        self.mask_time = Histogram(FINE_BUCKETS)  # of filling one step's masks
+        self.mask_row_time = Histogram(FINE_BUCKETS)  # of one row of them: a token
+        self.mask_wait = Histogram(FINE_BUCKETS)  # of a worker, for them
+        self.loop_cpu = Histogram(FINE_BUCKETS)  # of the loop's thread, from the end of one turn to that of the next
         self.turns = 0
         self._clock = clock
         self._decode_log_interval = decode_log_interval

@@ -6,6 +6,7 @@ All state lives in one thread and changes only within `turn`. Leaves sockets and
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,7 @@ class Scheduler:
     async def run(self) -> None:
         """Until cancelled. Between two turns nothing runs but timers for what is due."""
         self._loop = asyncio.get_running_loop()
+        used = time.thread_time()
         while True:
             await self.wake.wait()
             self.wake.clear()
@@ -70,6 +72,8 @@ class Scheduler:
                 if self.checking:
                     raise
             self._set_timer()
+            before, used = used, time.thread_time()
+            self.core.metrics.loop_cpu.observe(used - before)
 
     def turn(self) -> None:
         core = self.core

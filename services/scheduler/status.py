@@ -118,7 +118,9 @@ class StatusBoard:
                 {
                     "queue_time": self._core.metrics.queue_time.snapshot(),
                     "mask_seconds": self._core.metrics.mask_time.snapshot(),
+                    "mask_row_seconds": self._core.metrics.mask_row_time.snapshot(),
                     "mask_wait_seconds": self._core.metrics.mask_wait.snapshot(),
+                    "loop_cpu_seconds": self._core.metrics.loop_cpu.snapshot(),
                 },
             )
         ]

@@ -7,7 +7,7 @@ Leaves measuring to metrics and to the other services.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -17,7 +17,7 @@ from services.tokenizer.load import Load
 from services.tokenizer.metrics import E2E, ITL, TTFT, Measurements
 from shared.messages.control import ServiceMetrics
 from shared.messages.request import SystemStatus
-from shared.metrics import BUCKETS
+from shared.metrics import BUCKETS, FINE_BUCKETS
 
 # our name, SGLang's name, what it counts, key in SystemStatus.counters
 COUNTERS = (
@@ -41,8 +41,11 @@ HISTOGRAMS = (  # name, who measures it, its key there
     (E2E, "tokenizer", E2E),
     ("queue_time_seconds", "scheduler", "queue_time"),
     ("mask_seconds", "scheduler", "mask_seconds"),
+    ("mask_row_seconds", "scheduler", "mask_row_seconds"),
     ("mask_wait_seconds", "scheduler", "mask_wait_seconds"),
+    ("scheduler_loop_cpu_seconds", "scheduler", "loop_cpu_seconds"),
 )
+FINE = frozenset({"mask_seconds", "mask_row_seconds", "mask_wait_seconds", "scheduler_loop_cpu_seconds"})
 STATES = frozenset(  # keys of SystemStatus.counters that are no totals
     (
         *("running_requests", "waiting_requests", "suspended_requests", "compiling_requests", "waiting_tokens"),
@@ -127,9 +130,10 @@ class Exposition:
                 is_self = service.service_id == self._frontend.service_id
                 if service.service == kind and not is_self and key in service.histograms:
                     parts.append(service.histograms[key])
-            total = [sum(column) for column in zip(*parts, strict=True)] or [0.0] * (len(BUCKETS) + 2)
-            for prefix in ("sglang:", "radixfleet_"):
-                yield _histogram(prefix + name, self._labels, total)
+            bounds = FINE_BUCKETS if name in FINE else BUCKETS
+            total = [sum(column) for column in zip(*parts, strict=True)] or [0.0] * (len(bounds) + 2)
+            for prefix in ("radixfleet_",) if name in FINE else ("sglang:", "radixfleet_"):
+                yield _histogram(prefix + name, self._labels, total, bounds)
 
     def _own(self) -> Iterator[Metric]:
         measured = self._measurements
@@ -188,10 +192,10 @@ def _counter(name: str, text: str, labels: Mapping[str, str], value: float) -> M
     return family
 
 
-def _histogram(name: str, labels: Mapping[str, str], snapshot: list[float]) -> Metric:
+def _histogram(name: str, labels: Mapping[str, str], snapshot: list[float], bounds: Sequence[float]) -> Metric:
     """`snapshot` as shared.metrics.Histogram gives it."""
     family = HistogramMetricFamily(name, name.replace("_", " "), labels=list(labels))
-    bounds = [*(f"{bound:g}" for bound in BUCKETS), "+Inf"]
-    buckets = list(zip(bounds, snapshot[:-1], strict=True))
+    names = [*(f"{bound:g}" for bound in bounds), "+Inf"]
+    buckets = list(zip(names, snapshot[:-1], strict=True))
     family.add_metric(list(labels.values()), buckets, snapshot[-1])
     return family
