@@ -84,6 +84,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _launcher("--port", help="port to listen on, 0 for any free one [30000]", kind="int", least=0),
         _text("--fastapi-root-path", "path prefix that a proxy in front removes"),
         _switch("--stream-output", help="/generate streams deltas instead of all text so far"),
+        _switch("--no-script", help="no /script: each step of a program is a request", setting="script", sets="false"),
         _switch("--strict-length", help="refuse prompt + max_tokens beyond the context instead of clipping"),
         _int("--max-concurrent-requests", "HTTP requests at once [2048]", least=1),
         _int("--max-batch-size", "prompts times n of one HTTP request [512]", least=1),

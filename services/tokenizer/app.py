@@ -17,7 +17,7 @@ from services.tokenizer import cors, openapi
 from services.tokenizer.context import Context
 from services.tokenizer.errors import ApiError, ClientGone, invalid
 from services.tokenizer.middleware import Door
-from services.tokenizer.routes import chat, completions, control, models, native, ops, score
+from services.tokenizer.routes import chat, completions, control, models, native, ops, score, script, sessions
 
 log = structlog.get_logger(__name__)
 
@@ -33,11 +33,10 @@ def create(context: Context) -> ASGIApp:
         title="RadixFleet",
         version=context.version,
         lifespan=lifespan,
-        root_path=context.config.fastapi_root_path,
         docs_url=None,
         redoc_url=None,
     )
-    for family in (chat, completions, models, native, ops, control, score):
+    for family in (chat, completions, models, native, ops, control, score, script, sessions):
         app.include_router(family.router(context))
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)

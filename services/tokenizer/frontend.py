@@ -101,6 +101,14 @@ class Frontend:
     def submit(self, group: Group) -> None:
         """Send every choice. Raises ApiError; then nothing of it runs."""
         self.refuse_unless_ready()
+        self._send(group)
+
+    def follow(self, ended: Group, group: Group) -> None:
+        """Send what goes on where another group has ended: one piece of work, even while the server drains."""
+        self.streams.discard(ended)
+        self._send(group)
+
+    def _send(self, group: Group) -> None:
         call = calls.current()
         for stream in group.streams:
             stream.belong(call)

@@ -40,6 +40,9 @@ class Prompt(msgspec.Struct, kw_only=True):
     stream: bool = False
     priority: int = 0
     constraint: Constraint | None = None
+    pin: str = ""
+    pin_s: float = 0.0
+    thinking_end_id: int = -1  # the constraint begins after this token
 
 
 def new_rid() -> str:
@@ -92,6 +95,9 @@ def make_group(prompts: Sequence[Prompt], seeds: SeedSource) -> Group:
                 priority=prompt.priority,
                 group_id=family,
                 choice_index=choice,
+                pin=prompt.pin,
+                pin_s=prompt.pin_s,
+                thinking_end_id=prompt.thinking_end_id,
             )
             group.add(request, (prompt.rid, *prompt.names))
     return group

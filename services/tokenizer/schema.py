@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from services.tokenizer.scripts.body import PromptPart
+
 StrOrList = str | list[str] | None
 Ids = list[int]
 
@@ -114,6 +116,7 @@ class CompletionBody(OpenAIFields, kw_only=True):
     logprobs: int | None = None
     suffix: str | None = None
     parse_special: bool | None = None
+    session_params: dict[str, Any] | None = None
 
 
 class NativeSampling(SamplingFields, kw_only=True):
@@ -137,6 +140,10 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
     text: StrOrList = None
     input_ids: list[int | list[int]] | None = None
+    prompt_parts: list[PromptPart] | None = None  # one prompt of texts and ids in any order
+    templated: bool | None = None  # its parts were opened by a chat template, which wrote its own first token
+    pin: str | None = None  # keep the path in the cache under this name, until /unpin or for pin_seconds
+    pin_seconds: float | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     rid: StrOrList = None
     stream: bool | None = None
@@ -152,9 +159,8 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     timeout: float | None = None
     parse_special: bool | None = None
     model: str | None = None
-    log_metrics: bool | None = None
-    no_logs: bool | None = None
-    background: bool | None = None
+    session_params: dict[str, Any] | None = None
+    no_logs: bool | None = None  # texts never stand in logs
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -187,13 +193,14 @@ _ADAPTER = "adapters are not supported"
 _EMBEDDINGS = "embeddings as input are not supported"
 _DISAGGREGATION = "prefill/decode disaggregation is not supported"
 _CODE = "custom code is not accepted from requests"
-_SESSION = "sessions are not supported yet"
+_SESSION = "use session_params of /generate or /v1/completions"
+_BACKGROUND = "answers are not kept for later"
 
 _COMMON = {
     "lora_path": _ADAPTER,
     "lora_id": _ADAPTER,
-    "session_params": _SESSION,
     "session_id": _SESSION,
+    "background": _BACKGROUND,
     "custom_logit_processor": _CODE,
     "custom_params": _CODE,
     "return_hidden_states": "hidden states are not returned",

@@ -57,6 +57,10 @@ class TextEngine:
         """Any other pure function that is too long for the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
 
+    def has_control_text(self, text: str) -> bool:
+        """Whether the letters of a special token stand in it."""
+        return self._marker.found_in(text)
+
     async def encode(
         self, text: str, limit: int, param: str, *, parse_special: bool = True, add_special_tokens: bool = True
     ) -> array[int]:

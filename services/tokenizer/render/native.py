@@ -75,6 +75,10 @@ class NativeAnswerer:
         ]
         return sse.json_bytes(answers if self._listed else answers[0])
 
+    def answer(self, index: int, output: Output) -> dict[str, Any]:
+        """The whole answer of one stream, for those who put it into something larger."""
+        return self._answer(index, output, self._logprobs(self._items[index], output))
+
     def _answer(self, index: int, output: Output, logprobs: Lists) -> dict[str, Any]:
         item = self._items[index]
         meta: dict[str, Any] = {

@@ -9,15 +9,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from services.tokenizer import body, constraints, requests, sampling, sse, validation
+from services.tokenizer import body, calls, constraints, requests, sampling, sessions, sse, validation
 from services.tokenizer.context import Context
 from services.tokenizer.errors import invalid
+from services.tokenizer.exchange import Answerer
 from services.tokenizer.metrics import RequestTimer
 from services.tokenizer.openapi import takes
+from services.tokenizer.render.interval import IntervalAnswerer
 from services.tokenizer.render.logprobs import NativeLogprobs
 from services.tokenizer.render.native import NativeAnswerer, NativeItem
 from services.tokenizer.requests import Prompt
 from services.tokenizer.routes.completions import Text, encode_prompts, split_prompts
+from services.tokenizer.routes.openai_fields import single
 from services.tokenizer.sampling import Names, ScoreWishes
 from services.tokenizer.schema import (
     NATIVE_NAMES,
@@ -26,9 +29,12 @@ from services.tokenizer.schema import (
     DetokenizeBody,
     GenerateBody,
     NativeSampling,
-    SamplingFields,
     TokenizeBody,
 )
+from services.tokenizer.scripts import pins
+from services.tokenizer.scripts.body import check_parts
+from services.tokenizer.scripts.parts import encode_parts
+from services.tokenizer.sessions import RecordingAnswerer
 
 DEFAULT_MAX_TOKENS = 128
 NAMES = Names("sampling_params.", NATIVE_NAMES)
@@ -78,23 +84,48 @@ class _Generation:
             raise invalid("sampling_params.n must be the same for all items.", "sampling_params.n", "invalid_value")
         self._n = counts.pop()
         self._scores = self._score_wishes()
+        self._intervals = [
+            validation.in_range(NAMES("stream_interval"), fields.stream_interval, 1, 1 << 20) or 1
+            for fields in self._fields
+        ]
+        self._pin = pins.read(wishes.pin, wishes.pin_seconds)
+        if wishes.pin and self._count * self._n > 1:
+            raise invalid("A pin goes with one prompt and one answer.", "pin", "invalid_value")
 
     async def answer(self) -> Response:
         context, wishes = self._context, self._wishes
         timer = RequestTimer(context.measurements, self._count * self._n, streaming=bool(wishes.stream))
         param = "text" if wishes.input_ids is None else "input_ids"
-        ids = await encode_prompts(context, self._texts, param, wishes.parse_special is not False)
+        ids = await self._encode(param)
+        recorder = None
+        session = sessions.read(wishes.session_params, self._count * self._n)
+        if session is not None:
+            [(wishes.rid, _)] = requests.item_rids(single(wishes.rid, "rid"), 1, False)
+            ids[0], recorder = context.sessions.enter(calls.current().tenant, session, wishes.rid, ids[0])
         prompts = self._prompts(ids, param)
         items = [self._item(prompt, index) for index, prompt in enumerate(prompts) for _ in range(self._n)]
-        answerer = NativeAnswerer(items, self._listed or self._n > 1, context.config.stream_output, timer.started)
+        listed = self._listed or self._n > 1
+        answerer: Answerer = NativeAnswerer(items, listed, context.config.stream_output, timer.started)
+        if recorder is not None:
+            answerer = RecordingAnswerer(answerer, recorder)
+        if any(interval > 1 for interval in self._intervals):
+            answerer = IntervalAnswerer(answerer, [i for i in self._intervals for _ in range(self._n)])
         group = requests.make_group(prompts, context.seeds)
         headers = context.ignored(self._unknown)
         return context.exchange(group, answerer, timer, streaming=bool(wishes.stream), headers=headers)
 
-    def _sampling_fields(self) -> list[SamplingFields]:
+    async def _encode(self, param: str) -> list[array[int]]:
+        context, wishes = self._context, self._wishes
+        if wishes.prompt_parts is None:
+            return await encode_prompts(context, self._texts, param, wishes.parse_special is not False)
+        check_parts(wishes.prompt_parts, context.model.vocab_size, context.limit)
+        templated = bool(wishes.templated)
+        return [await encode_parts(context.text, wishes.prompt_parts, context.limit, templated=templated)]
+
+    def _sampling_fields(self) -> list[NativeSampling]:
         given = validation.per_item("sampling_params", self._wishes.sampling_params, self._count, {})
-        converted: list[SamplingFields] = []
-        seen: dict[int, SamplingFields] = {}
+        converted: list[NativeSampling] = []
+        seen: dict[int, NativeSampling] = {}
         for params in given:
             if id(params) not in seen:
                 native, unknown = validation.convert(params, NativeSampling, REFUSED_SAMPLING, "sampling_params.")
@@ -160,6 +191,8 @@ class _Generation:
                 stream=bool(wishes.stream),
                 constraint=constraints.read(fields, NAMES),
                 priority=wishes.priority or 0,
+                pin=self._pin[0],
+                pin_s=self._pin[1],
             )
             requests.settle_length(prompt, context.limit, context.config.strict_length, param, NAMES("max_tokens"))
             prompts.append(prompt)
@@ -182,8 +215,11 @@ class _Generation:
 
 def _prompts_of(wishes: GenerateBody) -> tuple[list[Text], bool]:
     """The prompts of the request, and whether they came as a batch."""
-    if (wishes.text is None) == (wishes.input_ids is None):
-        raise invalid("Give either text or input_ids.", "text", "missing_required_parameter")
+    given = [name for name in ("text", "input_ids", "prompt_parts") if getattr(wishes, name) is not None]
+    if len(given) != 1:
+        raise invalid("Give either text or input_ids, or prompt_parts.", "text", "missing_required_parameter")
+    if wishes.prompt_parts is not None:
+        return [""], False
     if wishes.text is not None:
         return split_prompts(wishes.text, "text"), isinstance(wishes.text, list)
     assert wishes.input_ids is not None

@@ -1,0 +1,1 @@
+"""Scripts: a chain of generations, constants and selects as one request. Leaves programs to whoever wrote them."""
