@@ -10,7 +10,7 @@ import contextlib
 import logging
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import uvicorn
@@ -34,8 +34,11 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves one app from `start()` to `stop()`."""
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, log_level: str) -> None:
+    def __init__(
+        self, app: ASGIApp, listener: socket.socket, log_level: str, tls: Mapping[str, Any] | None = None
+    ) -> None:
         self._listener = listener
+        self._scheme = "https" if tls else "http"
         config = uvicorn.Config(
             app,
             http=BoundedHttpProtocol,
@@ -46,6 +49,7 @@ class HttpServer:
             lifespan="on",
             ws="none",
             server_header=False,
+            **(tls or {}),
         )
         self._server = _Server(config)
         self._serving: asyncio.Task[None] | None = None
@@ -55,7 +59,7 @@ class HttpServer:
         if self._listener.family not in _TCP:
             return f"unix:{self._listener.getsockname()}"
         host, port = self._listener.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"{self._scheme}://[{host}]:{port}" if ":" in host else f"{self._scheme}://{host}:{port}"
 
     async def start(self) -> None:
         """Listen; returns when requests are taken. Raises what kept uvicorn from starting."""

@@ -39,12 +39,15 @@ class Door:
         self._measurements = measurements
         self._max_concurrent = config.max_concurrent_requests
         self._request_timeout = config.request_timeout
+        self._root_path = config.fastapi_root_path
         self._log = structlog.get_logger(__name__) if config.log_requests else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._root_path:
+            scope["root_path"] = self._root_path
         headers = _headers(scope)
         request_id = _request_id(headers)
         measured = self._measurements

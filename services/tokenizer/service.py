@@ -9,7 +9,7 @@ from importlib import metadata
 
 import structlog
 
-from services.tokenizer import app, http_server, model_folder
+from services.tokenizer import app, http_server, model_folder, tls
 from services.tokenizer.access import Access
 from services.tokenizer.context import BodyBudget, Context
 from services.tokenizer.errors import unavailable
@@ -59,7 +59,7 @@ class TokenizerService:
             listener.close()
             raise
         level = config.log_level_http or "warning"
-        self._http = HttpServer(app.create(self._context), listener, level)
+        self._http = HttpServer(app.create(self._context), listener, level, tls.options(config))
         await self._http.start()
         self._listening = True
         if not self._context.frontend.why_not_ready():

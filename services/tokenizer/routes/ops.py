@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
 from services.tokenizer import body, calls, requests, sse
+from services.tokenizer.access import SECRETS
 from services.tokenizer.context import Context
 from services.tokenizer.errors import ApiError, invalid
 from services.tokenizer.load import Load
@@ -142,7 +143,7 @@ def _server_info(context: Context) -> dict[str, Any]:
         if service.service == "worker":
             gauges.update(service.gauges)
     return {
-        **msgspec.to_builtins(context.config),
+        **{name: value for name, value in msgspec.to_builtins(context.config).items() if name not in SECRETS},
         "model_path": context.model.name,
         "served_model_name": context.model.served_name,
         "tokenizer_path": context.model.tokenizer_path,
