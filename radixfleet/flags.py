@@ -67,6 +67,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _text("--tokenizer-path", "folder with tokenizer.json [the model's]"),
         _text("--served-model-name", "name of the model in the API [the model path]"),
         _text("--chat-template", "jinja file that replaces the model's template"),
+        _text("--tool-call-parser", "how the model writes tool calls [by its chat template]",
+              ("auto", "hermes", "qwen", "qwen25", "qwen3", "llama3", "mistral", "pythonic")),
+        _text("--reasoning-parser", "how the model marks its reasoning [none]",
+              ("none", "deepseek-r1", "deepseek-v3", "glm45", "kimi", "kimi_k2", "magistral", "qwen3",
+               "qwen3-thinking", "step3")),
         _text("--load-format", "where weights come from [auto]", ("auto", "safetensors", "dummy"), gguf="auto"),
         _text(
             "--dtype",
@@ -149,6 +154,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
                   kind="float", least=0),
         _launcher("--run-dir", help="folder in which a private one for the sockets is made [the runtime folder]"),
         _launcher("--worker-bind", help="tcp endpoint where workers on other hosts may join [none]"),
+        _text("--curve-dir", "folder with keys for tcp between hosts, see radixfleet keygen [no keys]"),
     ),
 }  # fmt: skip
 

@@ -23,6 +23,10 @@ DEFAULT_PAGE_SIZE = 16
 C = TypeVar("C", bound="ServiceConfig")
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
+ToolCallParser = typing.Literal["auto", "hermes", "qwen", "qwen25", "qwen3", "llama3", "mistral", "pythonic"]
+ReasoningParser = typing.Literal[
+    "none", "deepseek-r1", "deepseek-v3", "glm45", "kimi", "kimi_k2", "magistral", "qwen3", "qwen3-thinking", "step3"
+]
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,9 +47,15 @@ class TokenizerConfig(ServiceConfig, frozen=True, kw_only=True):
     served_model_name: str = ""
     tokenizer_path: str = ""
     chat_template: str = ""  # a file that replaces the model's own
+    tool_call_parser: ToolCallParser = "auto"  # by the chat template
+    reasoning_parser: ReasoningParser = "none"
+    max_stored_responses: NonNegative = 10_000  # of /v1/responses; the least recently used go first
+    max_stored_response_bytes: NonNegative = 256 << 20
+    stored_response_ttl: float = 86400.0
     scheduler: str = "tcp://127.0.0.1:5550"
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 30000
+    reuse_port: bool = False  # several processes listen on host and port, the kernel spreads the connections
     http_fd: int = -1  # an inherited listening socket instead of host and port
     context_length: NonNegative = 0  # 0: the model's
     strict_length: bool = False
@@ -97,6 +107,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     heartbeat_timeout: float = 3.0
     step_timeout: float = 300.0
     ageing_seconds: float = 5.0  # under lpm a request waiting this long goes first
+    transfer_timeout: float = 10.0  # seconds pages may be on their way to another worker
+    recompute: bool = True  # off, for proofs: a request ends where cached pages could not be had
 
 
 class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):

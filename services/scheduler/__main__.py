@@ -12,7 +12,7 @@ import structlog
 
 from services.scheduler.core import Edges
 from services.scheduler.scheduler import Handler, Scheduler
-from shared import tenants
+from shared import curve, tenants
 from shared.clock import MonotonicClock
 from shared.config import SchedulerConfig, load
 from shared.messages.edges import FromDetokenizer, FromTokenizer, FromWorker
@@ -72,6 +72,9 @@ class SchedulerService:
 
     def heartbeat(self) -> None:
         assert self.scheduler is not None
+        counters = self.scheduler.core.metrics.counters
+        counters["malformed_messages"] = sum(server.malformed for server in self._servers)
+        counters["keys_refused"] = curve.refused()
         self.scheduler.tick()
 
     async def _idle(self) -> None:

@@ -87,7 +87,7 @@ class HttpServer:
             await self._serving
 
 
-def listen(host: str, port: int, inherited_fd: int, stall_timeout: float) -> socket.socket:
+def listen(host: str, port: int, inherited_fd: int, stall_timeout: float, *, reuse_port: bool = False) -> socket.socket:
     """The listening socket. Raises OSError where the address is taken.
 
     The kernel drops connections whose client takes nothing for `stall_timeout` seconds, answered or not.
@@ -96,7 +96,7 @@ def listen(host: str, port: int, inherited_fd: int, stall_timeout: float) -> soc
         listener = socket.socket(fileno=inherited_fd)
     else:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=reuse_port)
     listener.setblocking(False)
     if sys.platform == "linux" and listener.family in _TCP:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_timeout * 1000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -52,11 +53,13 @@ class TokenizerService:
 
     async def start(self) -> None:
         config = self._config
-        listener = http_server.listen(config.host, config.port, config.http_fd, config.client_stall_timeout)
+        listener = None if config.reuse_port else self._listen()  # who shares a port takes its part when it can serve
         try:
             self._context = await self._build()
+            listener = listener or self._listen()
         except BaseException:
-            listener.close()
+            if listener is not None:
+                listener.close()
             raise
         level = config.log_level_http or "warning"
         self._http = HttpServer(app.create(self._context), listener, level, tls.options(config))
@@ -64,6 +67,12 @@ class TokenizerService:
         self._listening = True
         if not self._context.frontend.why_not_ready():
             self._announce()
+
+    def _listen(self) -> socket.socket:
+        config = self._config
+        return http_server.listen(
+            config.host, config.port, config.http_fd, config.client_stall_timeout, reuse_port=config.reuse_port
+        )
 
     async def drain(self) -> None:
         """Refuse what is new, finish what runs; what is left after the time-out ends with an error."""

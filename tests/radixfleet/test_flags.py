@@ -23,6 +23,8 @@ CONFIGS: tuple[type[ServiceConfig], ...] = (TokenizerConfig, SchedulerConfig, Wo
 # Set by the launcher for each service, or for tests alone.
 INTERNAL = {
     "service_id",
+    "health_bind",
+    "reuse_port",
     "heartbeat_interval",
     "heartbeat_timeout",
     "model_path",
