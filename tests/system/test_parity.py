@@ -105,3 +105,20 @@ def test_suspend_and_resume_in_a_tiny_pool(prompts: list[list[int]], expected: l
         check(answers, [expected[i] for i in short])
         retracted = sum(a["meta_info"]["total_retractions"] for a in answers)
         assert retracted > 0, "the pool was too large to force a suspension"
+
+
+def test_a_long_prompt_is_suspended_and_resumed(prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """It comes last in a batch and fits beside the others at first; they go on growing, and it is the youngest."""
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    order = [*(i for i, ids in enumerate(prompts) if len(ids) < 16), longest]
+    growing = len(order) - 1
+    pages = -(-(len(prompts[longest]) + 1) // 16) + 2 * growing + 4
+    params = [{"temperature": 0, "max_new_tokens": 120, "ignore_eos": True}] * growing
+    params.append({**params[0], "max_new_tokens": NEW_TOKENS})
+    with serving("--dtype", "float32", "--max-total-tokens", str(16 * pages)) as server:
+        batch = {"input_ids": [prompts[i] for i in order], "sampling_params": params}
+        response = httpx.post(f"{server.url}/generate", json=batch, timeout=600)
+        assert response.status_code == 200, response.text
+        answers = response.json()
+    check([{"output_ids": a["output_ids"][:NEW_TOKENS]} for a in answers], [expected[i] for i in order])
+    assert answers[-1]["meta_info"]["total_retractions"] > 0, "the long prompt was never suspended"
