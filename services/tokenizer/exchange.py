@@ -83,6 +83,26 @@ class Exchange(Response):
         self._extra_headers = dict(headers)
         self._offload = offload
         self._gone = False
+        self._explain: Callable[[ApiError], ApiError] = lambda error: error
+        self._fail: Callable[[ApiError], bytes] = lambda error: sse.error(error) + sse.DONE
+        self._settle: Callable[[], Awaitable[None]] | None = None
+
+    def adapt(
+        self,
+        *,
+        explain: Callable[[ApiError], ApiError] | None = None,
+        fail: Callable[[ApiError], bytes] | None = None,
+        settle: Callable[[], Awaitable[None]] | None = None,
+    ) -> Exchange:
+        """This exchange with another API's manners.
+
+        `explain` puts failures of the engine in the request's terms, `fail` renders one in mid-stream, `settle` is
+        awaited when the answer is complete, before its last bytes leave.
+        """
+        self._explain = explain or self._explain
+        self._fail = fail or self._fail
+        self._settle = settle
+        return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -107,11 +127,13 @@ class Exchange(Response):
                     if news is not None:
                         outputs[stream.index].join(news)
                     if stream.error is not None:
-                        raise stream.error
+                        raise self._explain(stream.error)
         finally:
             watcher.cancel()
         is_large = sum(map(_weight, outputs)) > INLINE_WEIGHT
         body = await self._offload(self._answerer.whole, outputs) if is_large else self._answerer.whole(outputs)
+        if self._settle is not None:
+            await self._settle()
         return Response(body, 200, self._extra_headers, "application/json")
 
     async def _watch(self, receive: Receive) -> None:
@@ -129,7 +151,7 @@ class Exchange(Response):
         timer.cancel()
         for stream in self._group.streams:
             if stream.error is not None and not stream.received:
-                raise stream.error
+                raise self._explain(stream.error)
         headers = {**sse.HEADERS, **self._extra_headers}
         return StreamingResponse(self._events(), 200, headers, sse.MEDIA_TYPE)
 
@@ -143,7 +165,7 @@ class Exchange(Response):
                 await group.wait()
                 data, failure = self._gather()
                 if failure is not None:
-                    yield data + sse.error(failure) + sse.DONE
+                    yield data + self._fail(self._explain(failure))
                     return
                 if group.done and not group.has_news:
                     break
@@ -152,7 +174,10 @@ class Exchange(Response):
                     yield data or sse.KEEP_ALIVE
                     group.writing_since = None
                     silence.broken()
-            yield data + self._answerer.end()
+            data += self._answerer.end()
+            if self._settle is not None:
+                await self._settle()
+            yield data
         finally:
             silence.close()
 

@@ -63,13 +63,15 @@ def _part(part: Any, at: str) -> str:
 def _tool_calls(calls: Any, at: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise invalid(f"{at} must be a list of objects.", at, "invalid_type")
-    return [_tool_call(call) for call in calls]
+    return [_tool_call(call, f"{at}[{index}]") for index, call in enumerate(calls)]
 
 
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+def _tool_call(call: dict[str, Any], at: str) -> dict[str, Any]:
     """Arguments come as JSON text on the wire; templates want the object."""
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid(f"{at}.function must have a name.", f"{at}.function.name", "missing_required_parameter")
+    if not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = msgspec.json.decode(function["arguments"])

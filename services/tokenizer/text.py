@@ -53,6 +53,20 @@ class TextEngine:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def template_knows_tools(self) -> bool:
+        """Whether the chat template tells the model of tools by itself."""
+        return self._template is not None and self._template.knows_tools
+
+    def token_id(self, text: str) -> int:
+        """The one token that `text` is, special or not; -1 where it is none."""
+        token = self._tokenizer.token_to_id(text)
+        return -1 if token is None else token
+
+    def is_special(self, text: str) -> bool:
+        """Whether `text` is a token that answers leave out of their text."""
+        return self.token_id(text) in self._special_ids
+
     async def run(self, work: Callable[..., R], *args: Any) -> R:
         """Any other pure function that is too long for the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
