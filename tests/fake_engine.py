@@ -7,6 +7,7 @@ a page also holds a hash of everything before it, as real KV does, so a page in 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +45,11 @@ def sampled_under(state: int, mask: bytes) -> int:
         return -1
     mixed = (np.uint64(state) ^ (allowed + np.uint64(1))) * np.uint64(0xBF58476D1CE4E5B9)  # as in chain
     return int(allowed[np.argmax(mixed ^ (mixed >> np.uint64(29)))])
+
+
+def choose(state: int, mask: bytes | None, sampling: SamplingParams) -> int:
+    """The next token; -1 where the mask allows none."""
+    return sampled(state) if mask is None else sampled_under(state, mask)
 
 
 def logprob(state: int, token: int) -> float:
@@ -102,16 +108,28 @@ class FakeEngine:
     epoch: int = 0
     verify: bool = True
     next_step: int = 0
+    ms_per_token: float = 0.0  # what it says a forward takes
     prefill_tokens: int = 0
     decode_rows: int = 0
     copies: int = 0
     shared_reads: int = 0  # pages that groups spared decode rows to read
+    choose: Callable[[int, bytes | None, SamplingParams], int] = choose
     fail_tokens: set[int] = field(default_factory=set)  # a row that would sample one of these fails
     steps: list[StepCommand] = field(default_factory=list)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _cells: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)  # page -> (position, token, hash)
     _masks: dict[int, bytes] = field(default_factory=dict)  # of this step, by slot
     _users: dict[int, int] = field(default_factory=dict)  # page -> open slots with it in their table
+
+    def read_page(self, page: int) -> list[tuple[int, int, int]]:
+        """A full page, as it is sent to another worker. Raises ProtocolError for one that is not full."""
+        cells = self._cells.get(page, [])
+        self._check(len(cells) == self.hello.page_size, f"page {page} is sent with {len(cells)} of its tokens")
+        return list(cells)
+
+    def write_page(self, page: int, cells: list[tuple[int, int, int]]) -> None:
+        self._check(not self._users.get(page), f"page {page} of an open slot is overwritten by a transfer")
+        self._cells[page] = list(cells)
 
     @property
     def open_slots(self) -> int:
@@ -159,6 +177,7 @@ class FakeEngine:
             scores=tuple(scores),
             prompt_scores=tuple(prompt_scores),
             errors=tuple(errors),
+            forward_ms=rows * self.ms_per_token,
         )
 
     def _check_groups(self, command: StepCommand, decode: set[int]) -> None:
@@ -310,7 +329,7 @@ class FakeEngine:
         self._check(seat.remaining > 0, f"slot {slot} has no samples left")
         seat.remaining -= 1
         mask = self._masks.get(slot)
-        token = sampled(seat.state) if mask is None else sampled_under(seat.state, mask)
+        token = self.choose(seat.state, mask, seat.sampling)
         self._check(token >= 0, f"slot {slot}: no token is allowed")
         if token in self.fail_tokens:
             errors.append(RowError(slot, "logits are not finite"))

@@ -17,6 +17,7 @@ from shared.clock import ManualClock
 from shared.config import SchedulerConfig
 from shared.messages.control import Heartbeat, Hello, Ping, Pong
 from shared.messages.edges import ToDetokenizer, ToTokenizer, ToWorker
+from shared.messages.kv import KvCancel, KvDone, KvReady, KvReceive, KvSend
 from shared.messages.request import (
     AbortRequest,
     GenerateRequest,
@@ -153,9 +154,18 @@ class LocalWorker:
         self.reset: WorkerReset | None = None
         self.drain: Drain | None = None
         self.num_pings = 0
+        self.receives: dict[int, KvReceive] = {}  # transfers it awaits
+        self.sends: dict[int, KvSend] = {}
+        self.cancelled: list[int] = []
 
     def receive(self, message: Any, *frames: bytes) -> None:
-        if isinstance(message, TokenMasks):
+        if isinstance(message, KvReceive):
+            self.receives[message.transfer_id] = message
+        elif isinstance(message, KvSend):
+            self.sends[message.transfer_id] = message
+        elif isinstance(message, KvCancel):
+            self.cancelled.append(message.transfer_id)
+        elif isinstance(message, TokenMasks):
             assert message.step_id not in self.masks, "masks twice"
             self.masks[message.step_id] = (message.slots, frames[0])
         elif isinstance(message, StepCommand):
@@ -285,12 +295,62 @@ class LocalFleet:
             self.from_worker(worker, result)
         return result
 
+    # Transfers
+
+    def kv_ready(self, target: LocalWorker, transfer_id: int) -> None:
+        self.from_worker(target, KvReady(transfer_id, target.hello.incarnation))
+
+    def kv_move(self, transfer_id: int, *, spoil: bool = False) -> None:
+        """The source sends what it was told to; both sides say so. With `spoil` it does not arrive."""
+        source = next(w for w in self.workers.values() if transfer_id in w.sends)
+        order = source.sends.pop(transfer_id)
+        cells = [source.engine.read_page(page) for page in ints.unpack(order.pages)]
+        self._kv_done(source, transfer_id, "sent", ok=True)
+        target = next((w for w in self.workers.values() if w.hello.worker_id == order.target_id), None)
+        if target is None or transfer_id not in target.receives:
+            return
+        pages = ints.unpack(target.receives.pop(transfer_id).pages)
+        if not spoil:
+            for page, content in zip(pages, cells, strict=True):
+                target.engine.write_page(page, content)
+        self._kv_done(target, transfer_id, "received", ok=not spoil)
+
+    def kv_obey_cancels(self) -> None:
+        """Whoever was told to give a transfer up, and is not through with it, says so."""
+        for worker in self.workers.values():
+            for transfer_id in worker.cancelled:
+                if worker.receives.pop(transfer_id, None) is not None:
+                    self._kv_done(worker, transfer_id, "received", ok=False)
+                if worker.sends.pop(transfer_id, None) is not None:
+                    self._kv_done(worker, transfer_id, "sent", ok=False)
+            worker.cancelled.clear()
+
+    def kv_work(self) -> bool:
+        """Every transfer takes its next step; whether there was one."""
+        sends = [number for worker in self.workers.values() for number in worker.sends]
+        waits = [
+            (worker, number) for worker in self.workers.values() for number in worker.receives if number not in sends
+        ]
+        cancels = any(worker.cancelled for worker in self.workers.values())
+        self.kv_obey_cancels()
+        for worker, number in waits:
+            if number in worker.receives:
+                self.kv_ready(worker, number)
+        for number in sends:
+            if any(number in worker.sends for worker in self.workers.values()):
+                self.kv_move(number)
+        return bool(sends or waits or cancels)
+
+    def _kv_done(self, worker: LocalWorker, transfer_id: int, side: Any, *, ok: bool) -> None:
+        self.from_worker(worker, KvDone(transfer_id, worker.hello.incarnation, side, ok, "" if ok else "spoilt"))
+
     def run(self, limit: int = 10_000) -> None:
         """Until no worker has anything left to do."""
         self.turn()
         for _ in range(limit):
             busy = [worker for worker in self.workers.values() if worker.commands]
-            if not busy and not self.scheduler._inbox:
+            moving = self.kv_work()
+            if not busy and not moving and not self.scheduler._inbox:
                 return
             for worker in busy:
                 self.step(worker)

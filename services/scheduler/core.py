@@ -9,9 +9,10 @@ from services.scheduler.door import Door
 from services.scheduler.edge import Edge
 from services.scheduler.fleet import Fleet
 from services.scheduler.frontends import Frontends
-from services.scheduler.lifecycle import Lifecycle, abort
+from services.scheduler.lifecycle import Lifecycle, abort, error
 from services.scheduler.masking import Masking, Post
 from services.scheduler.metrics import Metrics
+from services.scheduler.migration import Migration
 from services.scheduler.names import Names
 from services.scheduler.operations import Operations
 from services.scheduler.outbox import Detokenizer, Outbox
@@ -31,6 +32,9 @@ from shared.clock import Clock
 from shared.config import SchedulerConfig
 from shared.messages.stream import Finish, FinishReason
 from shared.tenants import read_file
+
+DRAIN_KV_SHARE = 0.5
+"""Of the time a worker has to leave: for so long it may be kept for its pages alone."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,19 @@ class Core:
 
     def _compose_deciders(self) -> None:
         split = self.config.chunked_prefill_size >= 0
-        self.placement = Placement(self.tree, self.seats, self.waiting, self.fleet, self.clock)
+        timeout = self.config.transfer_timeout
+        self.migration = Migration(
+            self.tree, self.seats, self.fleet, self.metrics, self.clock, timeout, self._moved_in_vain
+        )
+        self.placement = Placement(
+            self.tree,
+            self.seats,
+            self.waiting,
+            self.fleet,
+            self.clock,
+            self.migration,
+            recompute=self.config.recompute,
+        )
         self.planner = Planner(self.tree, self.seats, self.lifecycle, self.metrics, split_prompts=split)
         self.settler = Settler(self.seats, self.lifecycle, self.outbox, self.masking, self.metrics)
         self.board = StatusBoard(self)
@@ -99,19 +115,37 @@ class Core:
 
     def drain_worker(self, worker: Worker, deadline_s: float) -> None:
         """Give it nothing new; it is let go once it has nothing left."""
+        now = self.clock.now()
+        until, needed_until = now + deadline_s, now + deadline_s * DRAIN_KV_SHARE
+        worker.drain_until = min(worker.drain_until, until) if worker.draining else until
+        worker.needed_until = min(worker.needed_until, needed_until) if worker.draining else needed_until
         worker.draining = True
-        worker.drain_until = self.clock.now() + deadline_s
 
-    def let_drained_go(self) -> None:
-        """Move the requests of leaving workers away, where there is another worker, and say goodbye."""
-        leaving = [worker for worker in self.fleet if worker.draining]
-        for worker in leaving:
-            left = worker.drain_until - self.clock.now()
-            if left <= 0 or any(not other.draining for other in self.fleet):
+    def move_away(self) -> None:
+        """Suspend the requests of leaving workers, where there is another worker or no time left."""
+        for worker in self.fleet:
+            if not worker.draining or not worker.running:
+                continue
+            if worker.drain_until <= self.clock.now() or any(not other.draining for other in self.fleet):
+                worker.emigrants += worker.running.values()
                 for request in list(worker.running.values()):
                     self.lifecycle.suspend(request)
-            if left <= 0 or not (worker.running or worker.inflight):
+
+    def let_drained_go(self) -> None:
+        """Say goodbye to leaving workers that nobody needs any more."""
+        for worker in self.fleet:
+            if not worker.draining:
+                continue
+            left = worker.drain_until - self.clock.now()
+            if left <= 0 or not (worker.running or worker.inflight or self._needed_for_its_pages(worker)):
                 self.fleet.let_go(worker, max(left, 1.0))
+
+    def _needed_for_its_pages(self, worker: Worker) -> bool:
+        """Whether pages are on their way from it, or a request it had may still have its own moved."""
+        worker.emigrants = [request for request in worker.emigrants if request.live and request.worker is None]
+        if not self.migration.possible or self.clock.now() >= worker.needed_until:
+            return False
+        return bool(worker.transfers or worker.emigrants)
 
     def resume(self, request: Request) -> None:
         """A request that was taken over with tokens: its last one may have ended it before its scheduler was lost."""
@@ -140,6 +174,12 @@ class Core:
             self.metrics.count("workers_lost")
         self.lifecycle.lose_worker(worker, blame=blame)
         self.tree.drop_worker(worker.key)
+        self.migration.lose_worker(worker)
+
+    def _moved_in_vain(self, request: Request) -> None:
+        """Its pages could not be brought: it computes what they would have held."""
+        if not self.config.recompute:
+            self.lifecycle.finish(request, error("pages could not be moved, and computing them again is switched off"))
 
     def _tokenizer_lost(self, identity: bytes) -> None:
         self.metrics.count("tokenizers_lost")

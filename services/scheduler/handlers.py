@@ -11,6 +11,7 @@ from services.scheduler.core import Core
 from services.scheduler.lifecycle import abort, error
 from services.scheduler.request import Request
 from shared.messages.control import Heartbeat, Hello, Ping, Pong
+from shared.messages.kv import KvDone, KvReady
 from shared.messages.request import AbortRequest, GenerateRequest, Operation, RequestRejected, StreamAck
 from shared.messages.step import StepResult, WorkerDrain, WorkerFault, WorkerHello
 from shared.messages.stream import Finish, FinishReason, StopMatched
@@ -43,6 +44,8 @@ class Handlers:
             Heartbeat: core.fleet.heartbeat,
             StepResult: self._step_result,
             WorkerFault: self._worker_fault,
+            KvReady: self._kv_ready,
+            KvDone: self._kv_done,
             WorkerDrain: self._worker_drain,
         }
 
@@ -164,6 +167,7 @@ class Handlers:
         step = core.fleet.take_result(worker, message)
         if step is None:
             return
+        core.migration.rates.computed(worker, step, message.forward_ms)
         try:
             core.settler.settle(worker, step, message)
             core.masking.look(worker)
@@ -172,6 +176,16 @@ class Handlers:
             log.exception("result could not be settled", worker=worker.key, step_id=step.step_id)
             core.fleet.drop(worker, "its result could not be settled")
             core.lifecycle.abandon(step)
+
+    def _kv_ready(self, identity: bytes, message: KvReady) -> None:
+        worker = self._core.fleet.known(identity, message.incarnation)
+        if worker is not None:
+            self._core.migration.ready(worker, message)
+
+    def _kv_done(self, identity: bytes, message: KvDone) -> None:
+        worker = self._core.fleet.known(identity, message.incarnation)
+        if worker is not None:
+            self._core.migration.done(worker, message)
 
     def _worker_fault(self, identity: bytes, message: WorkerFault) -> None:
         worker = self._core.fleet.known(identity, message.incarnation)

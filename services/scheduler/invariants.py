@@ -28,12 +28,14 @@ def check_books(tree: RadixTree, fleet: Fleet, lifecycle: Lifecycle) -> None:
 
 
 def _check_pages(tree: RadixTree, worker: Worker) -> None:
-    """Free + held by the tree + held by requests = all, each once."""
+    """Free + held by the tree + held by requests + in quarantine = all, each once."""
     free = [page for page in range(worker.pool.num_pages) if worker.pool.is_free(page)]
     owners = Counter(free)
     owners.update(tree.pages_of(worker.key))
     for request in worker.running.values():
         owners.update(request.own)
+    for pages in worker.quarantine.values():
+        owners.update(pages)
     wrong = {page: owners[page] for page in range(worker.pool.num_pages) if owners[page] != 1}
     assert not wrong, f"{worker.key}: pages with another number of holders than one: {dict(list(wrong.items())[:8])}"
     assert len(owners) == worker.pool.num_pages, f"{worker.key}: pages outside the pool"

@@ -80,7 +80,8 @@ class Planner:
 
     def _take_a_seat_away(self, plan: StepPlan, worker: Worker) -> None:
         victim = max(worker.running.values(), key=_age)
-        if len(worker.running) == 1 and len(victim.own) == _private_pages(victim):
+        alone = len(worker.running) == 1 and not worker.transfers
+        if alone and len(victim.own) == _private_pages(victim):
             # The door admits nobody who does not fit alone, so this is a wrong count, not a full pool.
             log.error("a request does not fit alone", request_id=victim.request_id, worker=worker.worker_id)
             self._lifecycle.finish(victim, error("the KV cache cannot hold this request", 500))

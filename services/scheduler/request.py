@@ -14,8 +14,9 @@ from shared.messages.stream import Finish, Scores
 
 if TYPE_CHECKING:
     from services.scheduler.guide import Guide
+    from services.scheduler.migration import Transfer
     from services.scheduler.outbox import Detokenizer
-    from services.scheduler.placement import Placed
+    from services.scheduler.placement_choice import Placed
     from services.scheduler.radix_tree import Lease
     from services.scheduler.worker import Worker
 
@@ -56,6 +57,7 @@ class Request:
         "detokenizer",
         "dirty",
         "dispatched",
+        "failed_transfers",
         "faults",
         "finish",
         "finished_at",
@@ -91,6 +93,7 @@ class Request:
         "state",
         "stops",
         "told",
+        "transfer",
         "worker",
     )
 
@@ -123,6 +126,8 @@ class Request:
         self.blocker: Request | None = None  # computes the next page this one needs
         self.blocked_until = 0
         self.placement: Placed | None = None  # where it was to go a moment ago
+        self.transfer: Transfer | None = None  # brings pages to where it will go
+        self.failed_transfers = 0  # it waited for in vain
         self.hit_tokens = 0  # a recent longest match, for the order of the queue
         self.hit_age = -1.0
         self._reset_seat()

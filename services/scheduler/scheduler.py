@@ -80,9 +80,11 @@ class Scheduler:
         core.metrics.turns += 1
         self._handle_inbox()
         core.watch.run()
-        core.let_drained_go()
+        core.move_away()
         if not core.operations.paused:
             core.placement.place(core.lifecycle.group_worker)
+        core.let_drained_go()
+        if not core.operations.paused:
             for worker in core.fleet.with_credit():
                 self._run_ahead(worker)
         self._flush()

@@ -81,7 +81,8 @@ class Seats:
         worker, lease = request.worker, request.lease
         assert worker is not None
         assert lease is not None
-        self.store(request, request.written)
+        # What is in flight fills its pages before any later command reads them, but not before a transfer would.
+        self.store(request, request.written, worker.next_step_id - 1 if request.inflight_rows else -1)
         if pin and request.message.pin_s > 0:
             self.pins.hold(request.message.pin, lease, request.message.pin_s, worker.hello.num_pages)
         else:

@@ -59,6 +59,7 @@ class Watch:
             self._fleet.check_silence()
             self._core.frontends.check_silence()
             self._check_detokenizers(now)
+            self._core.migration.check_deadlines()
         for worker in self._fleet:
             self._core.metrics.log_prefills(worker)
         self._core.pins.expire()

@@ -62,6 +62,13 @@ class Worker:
         self.heartbeat: Heartbeat | None = None
         self.draining = False
         self.drain_until = 0.0
+        self.needed_until = 0.0  # by then its pages must have been moved
+        self.emigrants: list[Request] = []  # requests that were moved away and may want their pages
+        self.transfers: set[int] = set()  # in and out
+        self.quarantine: dict[int, list[int]] = {}  # by transfer: pages it is being sent
+        self.pages_in = 0
+        self.pages_out = 0
+        self.prefill_rate = 0.0  # tokens/s, smoothed; 0: not measured yet
         self.cached_tokens = 0
         self.computed_tokens = 0
         self.decoded_tokens = 0
@@ -74,6 +81,11 @@ class Worker:
     @property
     def has_credit(self) -> bool:
         return len(self.inflight) < self.depth
+
+    @property
+    def settled_step(self) -> int:
+        """The last step whose result has come."""
+        return (self.inflight[0].step_id if self.inflight else self.next_step_id) - 1
 
     @property
     def open_seats(self) -> int:
@@ -134,4 +146,9 @@ class Worker:
             cached_tokens=self.cached_tokens,
             computed_tokens=self.computed_tokens,
             decoded_tokens=self.decoded_tokens,
+            pages_held=self.hello.num_pages - self.pool.free - evictable,
+            queue=sum(request.slot < 0 for request in self.candidates) + len(self.prefilling),
+            kv_pages_in=self.pages_in,
+            kv_pages_out=self.pages_out,
+            transfers=len(self.transfers),
         )

@@ -152,6 +152,11 @@ class WorkerStatus(Message, frozen=True):
     cached_tokens: int = 0  # total hits on this worker
     computed_tokens: int = 0  # total prefilled tokens
     decoded_tokens: int = 0
+    pages_held: int = 0  # in use by requests, transfers and pins
+    queue: int = 0  # requests placed there that are not decoding yet
+    kv_pages_in: int = 0  # total, from other workers and from cache tiers
+    kv_pages_out: int = 0
+    transfers: int = 0  # under way, in and out
 
 
 class TenantUsage(Message, frozen=True):

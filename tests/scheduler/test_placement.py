@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.scheduler.placement import common_tokens
+from services.scheduler.placement_choice import common_tokens
 from shared import ints
 from tests.local_fleet import LocalFleet, tokens
 

@@ -34,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         workers=st.sampled_from([1, 1, 2, 3]),
         policy=st.sampled_from(["fcfs", "lpm"]),
         radix=st.booleans(),
+        moving=st.booleans(),
     )
     def start(
         self,
@@ -45,8 +46,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         workers: int,
         policy: str,
         radix: bool,
+        moving: bool,
     ) -> None:
+        self.moving = moving
         hello = {
+            "kv_endpoints": ("ipc://kv",) if moving else (),
             "page_size": page_size,
             "num_pages": tokens_in_pool // page_size,
             "max_inflight_steps": depth,
@@ -67,7 +71,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.matched: dict[str, int] = {}
         self.next_id = 100
+        self._time_workers()
         self.fleet.turn()
+
+    def _time_workers(self) -> None:
+        """Computing takes so long that moving pages is worth it."""
+        for worker in self.fleet.workers.values():
+            worker.engine.ms_per_token = 5.0 if self.moving else 0.0
 
     # What frontends do
 
@@ -150,6 +160,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     def turn(self) -> None:
         self.fleet.turn()
 
+    @precondition(lambda self: self.moving)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def transfers_go_on(self, data: st.DataObject, count: int) -> None:
+        """Any side of any transfer does what it does next, well or not."""
+        for _ in range(count):
+            self.fleet.turn()
+            workers = list(self.fleet.workers.values())
+            waits = [(worker, number) for worker in workers for number in worker.receives]
+            sends = [number for worker in workers for number in worker.sends]
+            what = data.draw(st.sampled_from(["ready", "ready", "send", "send", "send", "spoil", "cancels"]))
+            if what == "cancels":
+                self.fleet.kv_obey_cancels()
+            elif what == "ready" and waits:
+                self.fleet.kv_ready(*data.draw(st.sampled_from(waits)))
+            elif what in ("send", "spoil") and sends:
+                self.fleet.kv_move(data.draw(st.sampled_from(sends)), spoil=what == "spoil")
+
     @rule(data=st.data())
     def worker_dies(self, data: st.DataObject) -> None:
         worker = self._any_worker(data)
@@ -177,6 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def worker_joins(self) -> None:
         self.next_id += 1
         self.fleet.add_worker(f"w{self.next_id % 3}", incarnation=self.next_id)
+        self._time_workers()
         self.fleet.turn()
         self.fleet.workers = {
             key: worker for key, worker in self.fleet.workers.items() if worker.reset is None and worker.drain is None
@@ -263,6 +291,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             free = worker.pool.free + fleet.core.tree.evictable_pages(worker.key)
             assert free == worker.pool.num_pages, "pages are lost"
         assert fleet.core.metrics.counters["internal_errors"] == 0
+        assert not fleet.core.migration.transfers
 
     def _verify(self, rid: str) -> None:
         expected = self.sent[rid]
