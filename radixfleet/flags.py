@@ -80,6 +80,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             half="float16",
             float="float32",
         ),
+        _text("--quantization", "how weights are kept: int8 reads half of bf16's bytes (CPU) [none]", ("none", "int8"),
+              w8a16="int8"),
         _text("--model-impl", "own decoder or transformers' [auto]", ("auto", "own", "transformers")),
         _int("--context-length", "longest prompt plus answer in tokens [the model's]"),
         _text("--sampling-defaults", "defaults of the model folder or OpenAI's [model]", ("model", "openai")),
@@ -181,7 +183,6 @@ ALWAYS_SWITCHES = frozenset({"--enable-mixed-chunk", "--sleep-on-idle", "--trust
 REFUSED: dict[str, str] = {
     "--skip-tokenizer-init": "the HTTP service always has its tokenizer; send input_ids to skip tokenising",
     "--is-embedding": "embedding models are not supported",
-    "--quantization": "weights are computed in the --dtype; GGUF files are dequantised",
     "--allow-auto-truncate": "prompts are never cut in silence",
     "--enable-lora": "LoRA adapters are not supported",
     "--lora-paths": "LoRA adapters are not supported",

@@ -13,9 +13,9 @@ from services.gpu_worker.attention.base import AttentionBackend
 from services.gpu_worker.attention.select import attention_backend as select_backend
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.kv_cache import KVCache
-from services.gpu_worker.models.config import ModelConfig, ModelFolder, UnsupportedModel, read_folder
+from services.gpu_worker.models.config import ModelConfig, ModelError, ModelFolder, UnsupportedModel, read_folder
 from services.gpu_worker.models.families import read_decoder_config
-from services.gpu_worker.models.loading import LoadFormat, LoadOptions, Model, load_own
+from services.gpu_worker.models.loading import LoadFormat, LoadOptions, Model, Quantization, load_own
 
 ModelImpl = Literal["auto", "own", "transformers"]
 
@@ -89,6 +89,7 @@ def load_model(
     attention_backend: str,
     context_length: int,
     deterministic: bool,
+    quantization: Quantization = "none",
 ) -> LoadedModel:
     """Weights of the folder `model_path` on `device`; dtype None takes the folder's, context_length 0 the model's.
 
@@ -97,13 +98,14 @@ def load_model(
     started = time.monotonic()
     folder = read_folder(model_path)
     native = attention_backend != "reference"
-    options = LoadOptions(device, dtype, load_format, context_length, deterministic, native)
+    options = LoadOptions(device, dtype, load_format, context_length, deterministic, native, quantization)
     config, model = _load(folder, options, model_impl)
     log.info(
         "model loaded",
         architecture=config.architecture,
         implementation=config.implementation,
         dtype=str(config.dtype).removeprefix("torch."),
+        quantization=quantization,
         context=config.max_context,
         seconds=round(time.monotonic() - started, 2),
     )
@@ -118,6 +120,8 @@ def _load(folder: ModelFolder, options: LoadOptions, model_impl: ModelImpl) -> t
             if model_impl == "own":
                 raise
             log.info("running through transformers", reason=str(error))
+    if options.quantization != "none":
+        raise ModelError(f"--quantization {options.quantization} is for models of the own decoder")
     from services.gpu_worker.models.transformers_backend import load_transformers  # seconds of import
 
     return load_transformers(folder, options)

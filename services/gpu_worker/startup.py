@@ -80,6 +80,7 @@ def _load(config: WorkerConfig, device: torch.device) -> LoadedModel:
         attention_backend=config.attention_backend,
         context_length=config.context_length,
         deterministic=config.deterministic,
+        quantization=config.quantization,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from radixfleet.flags import ALWAYS, ALWAYS_SWITCHES, PREFIX, REFUSED, Flag, all_flags
 from radixfleet.options import ServeOptions, parse
-from radixfleet.plan import child_specs, visible_gpus
+from radixfleet.plan import Front, child_specs, visible_gpus
 from shared.config import (
     DetokenizerConfig,
     SchedulerConfig,
@@ -63,7 +63,7 @@ def test_every_flag_reaches_a_field_of_a_service_or_the_launcher(flag: Flag) -> 
         value = getattr(load(config, environ=options.variables), flag.setting)
         assert value is not None
         if flag.kind != "switch" or flag.sets != "true":
-            assert str(value) == str(options.variables[PREFIX + flag.setting.upper()])
+            assert str(value).lower() == options.variables[PREFIX + flag.setting.upper()].lower()
         else:
             assert value is True
 
@@ -113,7 +113,7 @@ def test_what_is_the_case_anyway_is_accepted_and_does_nothing() -> None:
     [
         (["--modle-path", "x"], "did you mean --model-path?"),
         (["--nonsense"], "unknown flag --nonsense"),
-        (["--quantization=fp8"], "--quantization: weights are computed"),
+        (["--enable-lora"], "--enable-lora: LoRA adapters"),
         (["--tp-size", "2"], "invalid choice: '2'"),
         (["--port", "many"], "'many' is not a number"),
         (["--workers", "0"], "0 is below 1"),
@@ -147,7 +147,7 @@ def test_the_services_get_their_settings_and_sockets(tmp_path: object) -> None:
     from pathlib import Path
 
     options = parse(["--workers", "2", "--threads", "3", "--page-size", "32", "a/b"], environ={})
-    specs = {spec.name: spec for spec in child_specs(options, Path("/m"), Path("/r"), http_fd=7)}
+    specs = {spec.name: spec for spec in child_specs(options, Path("/m"), Path("/r"), Front([7]))}
     assert list(specs) == ["scheduler", "detokenizer", "worker-0", "worker-1", "tokenizer"]
     scheduler = load(SchedulerConfig, environ=specs["scheduler"].env)
     worker = load(WorkerConfig, environ=specs["worker-1"].env)
@@ -166,9 +166,27 @@ def test_workers_elsewhere_join_over_tcp() -> None:
     from pathlib import Path
 
     options = parse(["--worker-bind", "tcp://0.0.0.0:5560"], environ={})
-    specs = {spec.name: spec for spec in child_specs(options, Path("/m"), Path("/r"), http_fd=7)}
+    specs = {spec.name: spec for spec in child_specs(options, Path("/m"), Path("/r"), Front([7]))}
     assert load(SchedulerConfig, environ=specs["scheduler"].env).worker_bind == "tcp://0.0.0.0:5560"
     assert load(WorkerConfig, environ=specs["worker-0"].env).scheduler == "tcp://127.0.0.1:5560"
+
+
+def test_several_tokenizers_share_the_port_and_only_they_know_secrets() -> None:
+    from pathlib import Path
+
+    words = ["--http-workers", "2", "--api-key", "k1", "--api-key=k2,k3", "--admin-api-key", "secret"]
+    options = parse(words, environ={})
+    front = Front([7, 8], ("127.0.0.1", 5), "own")
+    specs = {spec.name: spec for spec in child_specs(options, Path("/m"), Path("/r"), front)}
+    assert [name for name in specs if name.startswith("tokenizer")] == ["tokenizer-0", "tokenizer-1"]
+    for name, fd in (("tokenizer-0", 7), ("tokenizer-1", 8)):
+        assert specs[name].fds == (fd,)
+        config = load(TokenizerConfig, environ=specs[name].env)
+        assert (config.http_fd, config.port, config.api_key) == (fd, 5, "k1,k2,k3")
+        assert (config.admin_api_key, config.launch_key) == ("secret", "own")
+        assert config.text_threads >= 1
+    for name in ("scheduler", "detokenizer", "worker-0"):
+        assert not {"k1,k2,k3", "secret", "own"} & set(specs[name].env.values())
 
 
 def test_each_worker_gets_a_gpu_of_its_own(tmp_path: object) -> None:

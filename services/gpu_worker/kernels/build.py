@@ -34,7 +34,7 @@ FLAGS = (
     "-Wno-psabi",  # 64-byte vectors in arguments; nothing of theirs leaves a unit
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni")
 X86_UNITS = {"avx2": _AVX2, "avx512": _AVX512, "amx": _AVX512}
 
 

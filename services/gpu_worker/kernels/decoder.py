@@ -9,7 +9,7 @@ import torch
 
 from services.gpu_worker.attention.base import AttentionSpec
 from services.gpu_worker.attention.native import NativeAttention
-from services.gpu_worker.kernels.library import DTYPES, DecoderCall, DecoderLayer, Library
+from services.gpu_worker.kernels.library import DTYPES, WEIGHT_FORMS, DecoderCall, DecoderLayer, Library
 from services.gpu_worker.layers.packed_linear import PackedLinear
 
 
@@ -49,6 +49,7 @@ class NativeDecoder:
             intermediate=first.down.inputs,
             q_heads=q_heads,
             dtype=DTYPES[self._dtype],
+            weights=WEIGHT_FORMS[first.qkv.form],
         )
         self._bound: NativeAttention | None = None
 

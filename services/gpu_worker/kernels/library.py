@@ -20,6 +20,7 @@ from services.gpu_worker.kernels.build import library_path
 
 ISAS = {"portable": 0, "avx2": 1, "avx512": 2, "amx": 3}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+WEIGHT_FORMS = {**DTYPES, torch.int8: 2}
 ISA_VARIABLE = "RADIXFLEET_CPU_ISA"
 FLAGS_VARIABLE = "RADIXFLEET_KERNEL_FLAGS"
 
@@ -50,7 +51,10 @@ class LinearCall(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "weight", "norm", "residual", "bias", "out")),
         *((name, c_int64) for name in ("x_stride", "residual_stride", "out_stride")),
         ("eps", c_float),
-        *((name, c_int32) for name in ("rows", "outputs", "inputs", "dtype", "out_dtype", "gated", "threads")),
+        *(
+            (name, c_int32)
+            for name in ("rows", "outputs", "inputs", "dtype", "out_dtype", "gated", "threads", "weights")
+        ),
     )
 
 
@@ -111,7 +115,7 @@ class DecoderCall(ctypes.Structure):
         ("table_stride", c_int64),
         ("eps", c_float),
         *((name, c_int32) for name in ("num_layers", "num_keep", "tokens", "hidden", "intermediate")),
-        *((name, c_int32) for name in ("q_heads", "kv_heads", "head_dim", "dtype", "threads")),
+        *((name, c_int32) for name in ("q_heads", "kv_heads", "head_dim", "dtype", "threads", "weights")),
     )
 
 
@@ -132,7 +136,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rf_attention": (None, (c_int, _P, POINTER(LayerCall))),
     "rf_decoder": (c_int, (c_int, _P, POINTER(DecoderCall))),
     "rf_packed_bytes": (c_int64, (c_int, c_int, c_int, c_int)),
-    "rf_pack_weight": (None, (_P, c_int, c_int, c_int, c_int, _P)),
+    "rf_pack_weight": (None, (_P, c_int, c_int, c_int, c_int, c_int, _P)),
     "rf_linear": (c_int, (c_int, POINTER(LinearCall))),
     "rf_norm": (None, (c_int, POINTER(NormCall))),
     "rf_rope": (None, (c_int, POINTER(RopeCall))),

@@ -5,33 +5,41 @@ from __future__ import annotations
 import torch
 
 from services.gpu_worker.kernels import NativeUnavailable
-from services.gpu_worker.kernels.library import DTYPES, Library, LinearCall
+from services.gpu_worker.kernels.library import DTYPES, WEIGHT_FORMS, Library, LinearCall
 
 
 class PackedLinear:
     """y = x W^T + b for weight [out, in], bias [out] or None; fp32 or bf16 on CPU.
 
     A row's result does not depend on the other rows or the number of threads: the same bits alone and in any batch.
+    `int8`: the weight is kept as int8 with a scale per output; x stays what it is, with at least 16 bits.
     `gated`: the weight holds gate over up, and forward returns silu(gate) * up, [rows, out / 2].
     The weight is copied; the caller may drop its own. Raises NativeUnavailable for what the kernels cannot take.
     """
 
     def __init__(
-        self, kernels: Library, weight: torch.Tensor, bias: torch.Tensor | None = None, *, gated: bool = False
+        self,
+        kernels: Library,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+        int8: bool = False,
     ) -> None:
         outputs, inputs = weight.shape
         if weight.device.type != "cpu" or weight.dtype not in DTYPES:
             raise NativeUnavailable(f"no packed product for {weight.dtype} on {weight.device.type}")
-        if weight.dtype == torch.bfloat16 and inputs % 2:
+        if weight.dtype == torch.bfloat16 and inputs % 2 and not int8:
             raise NativeUnavailable(f"no packed product for an odd number of inputs ({inputs})")
         if gated and outputs % 2:
             raise ValueError(f"gated weights come in halves, not {outputs} rows")
         self.dtype = weight.dtype
+        self.form = torch.int8 if int8 else weight.dtype
         self.inputs = inputs
         self.outputs = outputs // 2 if gated else outputs
         self._run = kernels.functions.rf_linear
         self._isa = kernels.isa_id
-        self._packed = _pack(kernels, weight, gated)
+        self._packed = _pack(kernels, weight, self.form, gated)
         self._bias = None if bias is None else _panel_order(bias, gated)
         self._call = LinearCall(
             weight=self._packed.data_ptr(),
@@ -39,6 +47,7 @@ class PackedLinear:
             outputs=outputs,
             inputs=inputs,
             dtype=DTYPES[weight.dtype],
+            weights=WEIGHT_FORMS[self.form],
             gated=gated,
         )
 
@@ -90,11 +99,11 @@ class PackedLinear:
         return None if self._bias is None else self._bias.data_ptr()
 
 
-def _pack(kernels: Library, weight: torch.Tensor, gated: bool) -> torch.Tensor:
-    functions, (outputs, inputs), dtype = kernels.functions, weight.shape, DTYPES[weight.dtype]
-    packed = _aligned(functions.rf_packed_bytes(outputs, inputs, dtype, gated))
-    weight = weight.contiguous()
-    functions.rf_pack_weight(weight.data_ptr(), outputs, inputs, dtype, gated, packed.data_ptr())
+def _pack(kernels: Library, weight: torch.Tensor, form: torch.dtype, gated: bool) -> torch.Tensor:
+    functions, (outputs, inputs), weights = kernels.functions, weight.shape, WEIGHT_FORMS[form]
+    packed = _aligned(functions.rf_packed_bytes(outputs, inputs, weights, gated))
+    weight, dtype = weight.contiguous(), DTYPES[weight.dtype]
+    functions.rf_pack_weight(weight.data_ptr(), outputs, inputs, dtype, weights, gated, packed.data_ptr())
     return packed
 
 

@@ -135,16 +135,16 @@ class Decoder:
         """Tensors a checkpoint may have beyond `targets`: a copy of the tied head, buffers old exporters wrote."""
         return (name == "lm_head.weight" and self.config.tied) or _OLD_ROPE_BUFFER.fullmatch(name) is not None
 
-    def finish_loading(self, kernels: Library | None = None) -> None:
+    def finish_loading(self, kernels: Library | None = None, *, int8: bool = False) -> None:
         """Once all weights are in place: what depends on their values.
 
-        With `kernels` the decoder runs over native attention only.
+        With `kernels` the decoder runs over native attention only; `int8` is how these then keep the weights.
         """
         for layer in self.layers:
             if layer.qk_norm is not None:
                 _spread_qk_norm(layer.qk_norm, self.config)
         if kernels is not None:
-            self._native = NativeStep(kernels, self, deterministic=self._deterministic)
+            self._native = NativeStep(kernels, self, deterministic=self._deterministic, int8=int8)
             if not self._native.keeps_plain:
                 return
         tiles: dict[torch.Size, int] = {}

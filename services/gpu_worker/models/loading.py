@@ -10,13 +10,14 @@ import torch
 from services.gpu_worker.attention.base import AttentionBackend
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.models.checkpoint import Checkpoint, copy_weights, digest
-from services.gpu_worker.models.config import ModelConfig, ModelFolder, limit_context
+from services.gpu_worker.models.config import ModelConfig, ModelError, ModelFolder, limit_context
 from services.gpu_worker.models.decoder import Decoder, attention_spec
 from services.gpu_worker.models.dummy import fill_random
 from services.gpu_worker.models.families import DecoderConfig
 from services.gpu_worker.models.native_step import native_kernels
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+Quantization = Literal["none", "int8"]
 
 
 class Model(Protocol):
@@ -37,6 +38,7 @@ class LoadOptions:
     context_length: int  # 0: the model's
     deterministic: bool
     native: bool = False  # whether attention will be native, which the own decoder's kernels need
+    quantization: Quantization = "none"
 
 
 def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) -> tuple[ModelConfig, Model]:
@@ -49,12 +51,16 @@ def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) 
         fill_random(model.targets())
     else:
         copy_weights(checkpoint, model.targets(), model.ignorable)
-    model.finish_loading(native_kernels(decoder, dtype, options.device) if options.native else None)
+    kernels = native_kernels(decoder, dtype, options.device) if options.native else None
+    int8 = options.quantization == "int8"
+    if int8 and kernels is None:
+        raise ModelError("--quantization int8 needs the CPU kernels (native attention on a CPU, bfloat16 or float32)")
+    model.finish_loading(kernels, int8=int8)
     config = ModelConfig(
         architecture=folder.architecture,
         model_type=folder.model_type,
         implementation="own",
-        digest=digest(folder.config, checkpoint),
+        digest=digest(folder.config, checkpoint) + ("-int8" if int8 else ""),
         dtype=dtype,
         vocab_size=decoder.vocab_size,
         hidden=decoder.hidden,

@@ -60,12 +60,13 @@ class NativeStep:
     and runs larger steps with them; else these copies replace them, one after the other, and every step runs here.
     """
 
-    def __init__(self, kernels: Library, decoder: Decoder, *, deterministic: bool) -> None:
+    def __init__(self, kernels: Library, decoder: Decoder, *, deterministic: bool, int8: bool = False) -> None:
         config = decoder.config
         linears = [decoder.head, *(linear for layer in decoder.layers for linear in layer.linears())]
         size = sum(linear.weight.nbytes for linear in linears)
-        # One way of summing for all sizes of step is what deterministic asks for.
-        self.keeps_plain = not deterministic and size <= SECOND_COPY_BYTES
+        # One way of summing for all sizes of step is what deterministic asks for, and one set of weights int8.
+        self.keeps_plain = not deterministic and not int8 and size <= SECOND_COPY_BYTES
+        self._int8 = int8
         self._norm, self._eps = decoder.final_norm, config.norm_eps
         layers = [
             self._pack_layer(kernels, layer, rope)
@@ -103,7 +104,7 @@ class NativeStep:
         )
 
     def _pack(self, kernels: Library, linear: Linear, *, gated: bool = False) -> PackedLinear:
-        packed = PackedLinear(kernels, linear.weight, linear.bias, gated=gated)
+        packed = PackedLinear(kernels, linear.weight, linear.bias, gated=gated, int8=self._int8)
         if not self.keeps_plain:
             linear.release()
         return packed

@@ -48,7 +48,7 @@ struct Decoder {
     p.x = x, p.weight = weight, p.bias = bias, p.out = out;
     p.x_stride = inputs, p.out_stride = outputs;
     p.rows = rows, p.outputs = (int)outputs, p.inputs = (int)inputs;
-    p.dtype = p.out_dtype = c.dtype, p.threads = c.threads, p.eps = c.eps;
+    p.dtype = p.out_dtype = c.dtype, p.weights = c.weights, p.threads = c.threads, p.eps = c.eps;
     return p;
   }
   static void add_to(LinearCall& p) { p.residual = p.out, p.residual_stride = p.out_stride; }

@@ -36,7 +36,8 @@ namespace {
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("avx512vnni");
 }
 #endif
 
@@ -44,7 +45,7 @@ bool has_avx512() {
 bool cpuid_has_amx() {
   uint32_t a = 7, b, c = 0, d;
   __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  return (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
+  return (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);  // AMX-BF16, AMX-TILE, AMX-INT8
 }
 // The kernel gives the 8 KiB tile state to a process only on request (ARCH_REQ_XCOMP_PERM, XTILEDATA).
 bool request_amx() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }

@@ -15,7 +15,7 @@ namespace radixfleet {
 using bf16 = uint16_t;
 
 enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kNumIsas = 4 };
-enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1 };
+enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };  // kInt8: of weights only
 
 inline int padded(int n, int to) { return (n + to - 1) / to * to; }
 
@@ -68,7 +68,8 @@ struct LayerCall {
   int32_t window;
 };
 
-// y = norm(x) W^T + bias, then the gate, then + residual. W is packed by pack_weight; x has the weights' dtype.
+// y = norm(x) W^T + bias, then the gate, then + residual. W is packed by pack_weight; x is of `dtype`, as W is unless
+// its form, `weights`, is int8.
 struct LinearCall {
   const void *x, *weight, *norm, *residual;  // norm: weights of an RMS norm, or null; residual in out's dtype, or null
   const float* bias;
@@ -78,7 +79,7 @@ struct LinearCall {
   int32_t rows, outputs, inputs;  // outputs counts the rows of W
   int32_t dtype, out_dtype;
   int32_t gated;  // W is gate over up: out = silu(gate) * up has outputs / 2 columns
-  int32_t threads;
+  int32_t threads, weights;
 };
 
 // Rows of x [tokens][n]: out = RMS norm of (x + added) by weight; where `added` is given, x + added goes to x.
@@ -125,7 +126,7 @@ struct DecoderCall {
   const int64_t* keep;
   int64_t table_stride;
   float eps;
-  int32_t num_layers, num_keep, tokens, hidden, intermediate, q_heads, kv_heads, head_dim, dtype, threads;
+  int32_t num_layers, num_keep, tokens, hidden, intermediate, q_heads, kv_heads, head_dim, dtype, threads, weights;
 };
 
 struct Kernels {
@@ -143,10 +144,13 @@ size_t scratch_bytes(int head_dim);
 void* thread_scratch(size_t bytes);  // this thread's, valid until its next call; null without memory
 
 // Packed weights: tiles of 256 words, [outputs / 32][steps][2 panels of 16 outputs][16][16 outputs]; a word is a float,
-// or two bf16 inputs, so that a step is 16 inputs or 32. Outputs and inputs are padded with zeros. Gated weights
-// alternate panels of gate and up.
+// two bf16 inputs or four int8 ones, so that a step is 16 inputs, 32 or 64. Outputs and inputs are padded with zeros.
+// Gated weights alternate panels of gate and up. After int8 tiles come the outputs' scales, fp32 in panel order.
 constexpr int kPanel = 16, kTileWords = 256;
-inline int input_steps(int inputs, int dtype) { return dtype == kBfloat16 ? (inputs + 31) / 32 : (inputs + 15) / 16; }
+inline int input_steps(int inputs, int weights) {
+  const int step = weights == kInt8 ? 64 : weights == kBfloat16 ? 32 : 16;
+  return (inputs + step - 1) / step;
+}
 inline int panels_of(int outputs, int gated) {
   return gated ? (outputs / 2 + kPanel - 1) / kPanel * 2 : padded(outputs, 2 * kPanel) / kPanel;
 }

@@ -18,104 +18,126 @@ inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 template <class Form, int R, int P>
 inline void panel_product(const typename Form::Left* x, int64_t x_stride, const typename Form::Right* w, int64_t pair_words,
                           int steps, float* c, int64_t c_stride) {
-  Vec acc[R][P][kVectors] = {};
-  for (int step = 0; step < steps; step++, w += 2 * kTileWords, x += 16)
+  typename Form::Sum acc[R][P][kVectors];
+  for (int r = 0; r < R; r++)
+    for (int p = 0; p < P; p++)
+      for (int j = 0; j < kVectors; j++) acc[r][p][j] = Form::start(x + r * x_stride + steps * Form::kLefts);
+  for (int step = 0; step < steps; step++, w += 2 * kTileWords, x += Form::kLefts)
     for (int k = 0; k < 16; k++)
       for (int p = 0; p < P; p++) {
         const typename Form::Right* at = w + p / 2 * pair_words + p % 2 * kTileWords + k * kPanel;
         prefetch(at + 6 * kTileWords);
         for (int j = 0; j < kVectors; j++) {
-          const auto lanes = load_as<typename Form::Lanes>(at + j * kWidth);
-          for (int r = 0; r < R; r++) acc[r][p][j] = Form::step(acc[r][p][j], lanes, x[r * x_stride + k]);
+          const auto lanes = Form::lanes(at + j * kWidth);
+          for (int r = 0; r < R; r++) acc[r][p][j] = Form::step(acc[r][p][j], lanes, x + r * x_stride + k);
         }
       }
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++)
-      for (int j = 0; j < kVectors; j++) store(c + r * c_stride + p * kPanel + j * kWidth, acc[r][p][j]);
+      for (int j = 0; j < kVectors; j++) store(c + r * c_stride + p * kPanel + j * kWidth, Form::total(acc[r][p][j]));
 }
 
-struct FloatForm {
+// What a form says: how a row is prepared (kLefts a step, then kTail), how a word of weights meets it, and in what kind
+// of sum. These two sum in fp32 and need no tail.
+struct PlainSum {
+  using Sum = Vec;
+  static constexpr int kLefts = 16, kTail = 0, kRows = kWidth == 16 ? 4 : kWidth == 8 ? 2 : 1;
+  template <class Left>
+  static Vec start(const Left*) { return Vec{}; }
+  static Vec total(Vec sum) { return sum; }
+};
+
+struct FloatForm : PlainSum {
   using Left = float;
   using Right = float;
-  using Lanes = Vec;
   using Storage = float;
-  static Vec step(Vec acc, Vec b, float a) { return acc + b * a; }
-  static constexpr Dtype kDtype = kFloat32;
+  static Vec lanes(const float* w) { return load(w); }
+  static Vec step(Vec acc, Vec b, const float* a) { return acc + b * *a; }
+  static constexpr Dtype kWeights = kFloat32;
   static void pack(const float* row, int inputs, Left* dst) {
     memcpy(dst, row, inputs * 4);
     memset(dst + inputs, 0, (padded(inputs, 16) - inputs) * 4);
   }
+  static void finish(const LinearCall&, const Left*, int64_t, int, int, int, float*) {}
 };
 
 #if defined(__AVX512BF16__)
-struct PairForm {
+struct PairForm : PlainSum {
   using Left = uint32_t;
   using Right = uint32_t;
-  using Lanes = Uint;
   using Storage = bf16;
-  static Vec step(Vec acc, Uint b, uint32_t a) {
-    return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)_mm512_set1_epi32((int)a));
+  static Uint lanes(const uint32_t* w) { return load_as<Uint>(w); }
+  static Vec step(Vec acc, Uint b, const uint32_t* a) {
+    return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)_mm512_set1_epi32((int)*a));
   }
-  static constexpr Dtype kDtype = kBfloat16;
+  static constexpr Dtype kWeights = kBfloat16;
   static void pack(const bf16* row, int inputs, Left* dst) {
     memcpy(dst, row, inputs * 2);
     memset((bf16*)dst + inputs, 0, (padded(inputs, 32) - inputs) * 2);
   }
+  static void finish(const LinearCall&, const Left*, int64_t, int, int, int, float*) {}
 };
 #else
-struct PairForm {  // without the instruction: two inputs in fp32
+struct PairForm : PlainSum {  // without the instruction: two inputs in fp32
   struct Left {
     float even, odd;
   };
   using Right = uint32_t;
-  using Lanes = Uint;
   using Storage = bf16;
-  static Vec step(Vec acc, Uint b, Left a) {
-    acc = acc + (Vec)(b << 16) * a.even;
-    return acc + (Vec)(b & 0xffff0000u) * a.odd;
+  static Uint lanes(const uint32_t* w) { return load_as<Uint>(w); }
+  static Vec step(Vec acc, Uint b, const Left* a) {
+    acc = acc + (Vec)(b << 16) * a->even;
+    return acc + (Vec)(b & 0xffff0000u) * a->odd;
   }
-  static constexpr Dtype kDtype = kBfloat16;
+  static constexpr Dtype kWeights = kBfloat16;
   static void pack(const bf16* row, int inputs, Left* dst) {
     float* to = (float*)dst;
     for (int i = 0; i < inputs; i++) to[i] = to_float(row[i]);
     for (int i = inputs; i < padded(inputs, 32); i++) to[i] = 0;
   }
+  static void finish(const LinearCall&, const Left*, int64_t, int, int, int, float*) {}
 };
 #endif
 
-// Vector products: prepared rows are [rows][words of the padded inputs].
+// Vector products: prepared rows lie one after the other.
 template <class F>
 struct VectorLinear {
   using Storage = typename F::Storage;
   using Left = typename F::Left;
   using Right = typename F::Right;
   static constexpr int kPanels = kWidth == 16 ? 4 : kWidth == 8 ? 2 : 1;  // at a time
+  static constexpr int kValueRows = 32;
   static void begin() {}
   static void end() {}
-  static int words(const LinearCall& c) { return input_steps(c.inputs, F::kDtype) * 16; }
-  static size_t prepared_bytes(const LinearCall& c) { return (size_t)c.rows * words(c) * sizeof(Left); }
+  static int steps(const LinearCall& c) { return input_steps(c.inputs, F::kWeights); }
+  static int64_t row_size(const LinearCall& c) { return (int64_t)steps(c) * F::kLefts + F::kTail; }
+  static size_t prepared_bytes(const LinearCall& c) { return c.rows * row_size(c) * sizeof(Left); }
   static void pack_row(const LinearCall& c, const Storage* row, int m, char* prepared) {
-    F::pack(row, c.inputs, (Left*)prepared + (int64_t)m * words(c));
+    F::pack(row, c.inputs, (Left*)prepared + m * row_size(c));
   }
 
   template <int P>
-  static void all_rows(const Left* x, const Right* w, int steps, int rows, float* c, int64_t stride) {
-    constexpr int kMost = kWidth == 16 ? 4 : kWidth == 8 ? 2 : 1;
-    const int64_t depth = steps * 16, pair = (int64_t)steps * 2 * kTileWords;
+  static void all_rows(const Left* x, int64_t size, const Right* w, int steps, int rows, float* c, int64_t stride) {
+    const int64_t pair = (int64_t)steps * 2 * kTileWords;
     int m = 0;
-    for (; m + kMost <= rows; m += kMost) panel_product<F, kMost, P>(x + m * depth, depth, w, pair, steps, c + m * stride, stride);
-    for (; m < rows; m++) panel_product<F, 1, P>(x + m * depth, depth, w, pair, steps, c + m * stride, stride);
+    for (; m + F::kRows <= rows; m += F::kRows)
+      panel_product<F, F::kRows, P>(x + m * size, size, w, pair, steps, c + m * stride, stride);
+    for (; m < rows; m++) panel_product<F, 1, P>(x + m * size, size, w, pair, steps, c + m * stride, stride);
   }
   // c[rows][panels * 16] of `rows` (at most 32) rows from row m and an even number of panels.
   static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* weight, int panels, float* c) {
-    const int steps = words(call) / 16;
-    const Left* x = (const Left*)prepared + (int64_t)m * words(call);
+    const int n = steps(call);
+    const int64_t size = row_size(call), pair = (int64_t)n * 2 * kTileWords, stride = panels * kPanel;
+    const Left* x = (const Left*)prepared + m * size;
     const Right* w = (const Right*)weight;
-    const int64_t pair = (int64_t)steps * 2 * kTileWords, stride = panels * kPanel;
     int p = 0;
     for (; p + kPanels <= panels; p += kPanels)
-      all_rows<kPanels>(x, w + p / 2 * pair + p % 2 * kTileWords, steps, rows, c + p * kPanel, stride);
-    for (; p < panels; p++) all_rows<1>(x, w + p / 2 * pair + p % 2 * kTileWords, steps, rows, c + p * kPanel, stride);
+      all_rows<kPanels>(x, size, w + p / 2 * pair + p % 2 * kTileWords, n, rows, c + p * kPanel, stride);
+    for (; p < panels; p++) all_rows<1>(x, size, w + p / 2 * pair + p % 2 * kTileWords, n, rows, c + p * kPanel, stride);
+  }
+  // Scales where the form has any.
+  static void finish(const LinearCall& call, const char* prepared, int m, int rows, int panel, int panels, float* c) {
+    F::finish(call, (const Left*)prepared + m * row_size(call), row_size(call), rows, panel, panels, c);
   }
 };
 
@@ -164,11 +186,12 @@ void prepare_rows(const LinearCall& c, int first, int last, char* prepared, type
 // A panel pair is read once for all rows: from memory for the first 32, from a cache for the others.
 template <class Product>
 void run_panels(const LinearCall& c, const char* prepared, int panel, int panels, float* values) {
-  const int64_t pair = (int64_t)input_steps(c.inputs, c.dtype) * 2 * kTileWords;
+  const int64_t pair = (int64_t)Product::steps(c) * 2 * kTileWords;
   const uint32_t* weight = (const uint32_t*)c.weight + panel / 2 * pair;
   for (int m = 0; m < c.rows; m += 32) {
     const int rows = c.rows - m < 32 ? c.rows - m : 32;
     Product::block(c, prepared, m, rows, weight, panels, values);
+    Product::finish(c, prepared, m, rows, panel, panels, values);
     if (c.out_dtype == kBfloat16) write_block<bf16>(c, values, m, rows, panel, panels);
     else write_block<float>(c, values, m, rows, panel, panels);
   }
@@ -183,7 +206,7 @@ struct LinearScratch {
   size_t values, own, rows;
   bool shared;
   explicit LinearScratch(const LinearCall& c)
-      : values(32 * kChunkPanels * kPanel * 4),
+      : values(Product::kValueRows * kChunkPanels * kPanel * 4),
         own(padded(values + c.inputs * 4, 4096)),
         rows((Product::prepared_bytes(c) + 4095) / 4096 * 4096),
         shared(c.rows > kSharedRows) {}

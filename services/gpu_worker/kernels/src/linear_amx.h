@@ -12,21 +12,16 @@
 namespace radixfleet {
 namespace {
 
-struct AmxLinear {
-  using Storage = bf16;
-  static void begin() { full_tiles(); }
-  static void end() { release_tiles(); }
-  static int steps(const LinearCall& c) { return input_steps(c.inputs, kBfloat16); }
-  static size_t prepared_bytes(const LinearCall& c) { return (size_t)padded(c.rows, 16) * steps(c) * 64; }
+struct Bf16Dot {
+  template <int C, int A, int B>
+  static void multiply() { radixfleet::multiply<C, A, B>(); }
+};
 
-  static void pack_row(const LinearCall& c, const bf16* row, int m, char* prepared) {
-    bf16* dst = (bf16*)prepared + (int64_t)(m / 16) * steps(c) * 512 + m % 16 * 32;
-    for (int i = 0; i < c.inputs; i += 32, dst += 512) {
-      const int n = c.inputs - i;
-      _mm512_storeu_si512(dst, n >= 32 ? _mm512_loadu_si512(row + i) : _mm512_maskz_loadu_epi16((1u << n) - 1, row + i));
-    }
-  }
+// The tile products, for inputs of any kind: a tile is 1 KiB either way.
+template <class Dot>
+struct AmxTiles {
   static constexpr int kAhead = 8 * kTileWords;  // words of weights fetched ahead of use
+  static constexpr int kTileBytes = kTileWords * 4;
 
   static void prefetch_tile(const uint32_t* w) {
     for (int line = 0; line < 16; line++) prefetch(w + line * 16);
@@ -37,24 +32,24 @@ struct AmxLinear {
   static void two_steps(const uint32_t* w, bool two) {
     prefetch_tile(w + kAhead);
     load_tile<6>(w, 64);
-    multiply<C, 4, 6>();
+    Dot::template multiply<C, 4, 6>();
     if (!two) return;
     prefetch_tile(w + kAhead + 2 * kTileWords);
     load_tile<7>(w + 2 * kTileWords, 64);
-    multiply<C, 5, 7>();
+    Dot::template multiply<C, 5, 7>();
   }
   // 16 rows by one pair of panels, or two pairs.
   template <int Pairs>
-  static void one_row_tile(const bf16* x, const uint32_t* w, int steps, float* c, int64_t stride) {
+  static void one_row_tile(const char* x, const uint32_t* w, int steps, float* c, int64_t stride) {
     const uint32_t* v = w + (int64_t)steps * 2 * kTileWords;
     zero_tile<0>();
     zero_tile<1>();
     if (Pairs > 1) zero_tile<2>();
     if (Pairs > 1) zero_tile<3>();
-    for (int k = 0; k < steps; k += 2, x += 1024, w += 4 * kTileWords, v += 4 * kTileWords) {
+    for (int k = 0; k < steps; k += 2, x += 2 * kTileBytes, w += 4 * kTileWords, v += 4 * kTileWords) {
       const bool two = k + 1 < steps;
       load_tile<4>(x, 64);
-      if (two) load_tile<5>(x + 512, 64);
+      if (two) load_tile<5>(x + kTileBytes, 64);
       two_steps<0>(w, two);
       two_steps<1>(w + kTileWords, two);
       if (Pairs > 1) two_steps<2>(v, two);
@@ -68,23 +63,23 @@ struct AmxLinear {
 
   // 32 rows by one pair of panels; only the first rows find the weights in memory rather than in a cache.
   template <bool kFirst>
-  static void two_row_tiles(const bf16* x, const uint32_t* w, int steps, float* c, int64_t stride) {
-    const bf16* y = x + (int64_t)steps * 512;
+  static void two_row_tiles(const char* x, const uint32_t* w, int steps, float* c, int64_t stride) {
+    const char* y = x + (int64_t)steps * kTileBytes;
     zero_tile<0>();
     zero_tile<1>();
     zero_tile<2>();
     zero_tile<3>();
-    for (int k = 0; k < steps; k++, x += 512, y += 512, w += 2 * kTileWords) {
+    for (int k = 0; k < steps; k++, x += kTileBytes, y += kTileBytes, w += 2 * kTileWords) {
       if (kFirst) prefetch_tile(w + kAhead);
       if (kFirst) prefetch_tile(w + kAhead + kTileWords);
       load_tile<4>(x, 64);
       load_tile<6>(w, 64);
-      multiply<0, 4, 6>();
+      Dot::template multiply<0, 4, 6>();
       load_tile<7>(w + kTileWords, 64);
-      multiply<1, 4, 7>();
+      Dot::template multiply<1, 4, 7>();
       load_tile<5>(y, 64);
-      multiply<2, 5, 6>();
-      multiply<3, 5, 7>();
+      Dot::template multiply<2, 5, 6>();
+      Dot::template multiply<3, 5, 7>();
     }
     store_tile<0>(c, stride);
     store_tile<1>(c + 16, stride);
@@ -92,19 +87,40 @@ struct AmxLinear {
     store_tile<3>(c + 4 * stride + 16, stride);
   }
 
-  static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* w, int panels, float* c) {
-    const int n = steps(call);
-    const bf16* x = (const bf16*)prepared + (int64_t)(m / 16) * n * 512;
-    const int64_t pair = (int64_t)n * 2 * kTileWords, stride = panels * kPanel * 4;
+  // Up to 32 tile rows by all panels; `first`: the weights come from memory.
+  static void block(const char* x, int rows, bool first, const uint32_t* w, int steps, int panels, float* c) {
+    const int64_t pair = (int64_t)steps * 2 * kTileWords, stride = panels * kPanel * 4;
     int p = 0;
     if (rows <= 16)
-      for (; p + 4 <= panels; p += 4) one_row_tile<2>(x, w + p / 2 * pair, n, c + p * kPanel, stride);
+      for (; p + 4 <= panels; p += 4) one_row_tile<2>(x, w + p / 2 * pair, steps, c + p * kPanel, stride);
     for (; p < panels; p += 2) {
-      if (rows <= 16) one_row_tile<1>(x, w + p / 2 * pair, n, c + p * kPanel, stride);
-      else if (m == 0) two_row_tiles<true>(x, w + p / 2 * pair, n, c + p * kPanel, stride);
-      else two_row_tiles<false>(x, w + p / 2 * pair, n, c + p * kPanel, stride);
+      if (rows <= 16) one_row_tile<1>(x, w + p / 2 * pair, steps, c + p * kPanel, stride);
+      else if (first) two_row_tiles<true>(x, w + p / 2 * pair, steps, c + p * kPanel, stride);
+      else two_row_tiles<false>(x, w + p / 2 * pair, steps, c + p * kPanel, stride);
     }
   }
+};
+
+struct AmxLinear {
+  using Storage = bf16;
+  static constexpr int kValueRows = 32;
+  static void begin() { full_tiles(); }
+  static void end() { release_tiles(); }
+  static int steps(const LinearCall& c) { return input_steps(c.inputs, kBfloat16); }
+  static size_t prepared_bytes(const LinearCall& c) { return (size_t)padded(c.rows, 16) * steps(c) * 64; }
+
+  static void pack_row(const LinearCall& c, const bf16* row, int m, char* prepared) {
+    bf16* dst = (bf16*)prepared + (int64_t)(m / 16) * steps(c) * 512 + m % 16 * 32;
+    for (int i = 0; i < c.inputs; i += 32, dst += 512) {
+      const int n = c.inputs - i;
+      _mm512_storeu_si512(dst, n >= 32 ? _mm512_loadu_si512(row + i) : _mm512_maskz_loadu_epi16((1u << n) - 1, row + i));
+    }
+  }
+  static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* w, int panels, float* c) {
+    const int n = steps(call);
+    AmxTiles<Bf16Dot>::block(prepared + (int64_t)(m / 16) * n * 1024, rows, m == 0, w, n, panels, c);
+  }
+  static void finish(const LinearCall&, const char*, int, int, int, int, float*) {}
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
 // Lays weights out for linear.h, and hands the remaining calls to the units. Leaves the products to them.
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -50,17 +51,55 @@ void pack(const uint32_t* weight, int words, int steps, int outputs, bool gated,
   }
 }
 
+float value_at(const void* row, int i, int dtype) {
+  if (dtype == kFloat32) return ((const float*)row)[i];
+  const uint32_t bits = (uint32_t)((const uint16_t*)row)[i] << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+// One output's column of a panel, in -127..127; returns its scale.
+float quantise_column(const void* row, int inputs, int dtype, int8_t* first) {
+  float most = 0;
+  for (int i = 0; i < inputs; i++) most = fmaxf(most, fabsf(value_at(row, i, dtype)));
+  const float inverse = most > 0 ? 127 / most : 0;
+  for (int i = 0; i < inputs; i++) {
+    const int word = i / 4;
+    int8_t* to = first + ((int64_t)(word / 16) * 2 * kTileWords + word % 16 * kPanel) * 4 + i % 4;
+    *to = (int8_t)lrintf(value_at(row, i, dtype) * inverse);
+  }
+  return most / 127;
+}
+
+void pack_int8(const char* weight, int inputs, int dtype, int outputs, bool gated, int8_t* dst) {
+  const int panels = panels_of(outputs, gated), steps = input_steps(inputs, kInt8);
+  const int64_t row_bytes = (int64_t)inputs * (dtype == kBfloat16 ? 2 : 4), tiles = (int64_t)panels * steps * kTileWords * 4;
+  float* scales = (float*)(dst + tiles);
+  memset(dst, 0, tiles);
+#pragma omp parallel for schedule(static)
+  for (int p = 0; p < panels; p++) {
+    int8_t* panel = dst + ((int64_t)(p / 2) * steps * 2 + p % 2) * kTileWords * 4;
+    for (int column = 0; column < kPanel; column++) {
+      const int64_t row = source_row(p, column, outputs, gated);
+      scales[p * kPanel + column] = row < 0 ? 0 : quantise_column(weight + row * row_bytes, inputs, dtype, panel + column * 4);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace radixfleet
 
 using namespace radixfleet;
 
-RF_EXPORT int64_t rf_packed_bytes(int outputs, int inputs, int dtype, int gated) {
-  return (int64_t)panels_of(outputs, gated) * input_steps(inputs, dtype) * kTileWords * 4;
+RF_EXPORT int64_t rf_packed_bytes(int outputs, int inputs, int weights, int gated) {
+  const int64_t panels = panels_of(outputs, gated);
+  return panels * input_steps(inputs, weights) * kTileWords * 4 + (weights == kInt8 ? panels * kPanel * 4 : 0);
 }
 
-// weight: contiguous [outputs][inputs]; bf16 needs an even number of inputs.
-RF_EXPORT void rf_pack_weight(const void* weight, int outputs, int inputs, int dtype, int gated, void* dst) {
+// weight: contiguous [outputs][inputs] of dtype; packed as bf16 it needs an even number of inputs.
+RF_EXPORT void rf_pack_weight(const void* weight, int outputs, int inputs, int dtype, int weights, int gated, void* dst) {
+  if (weights == kInt8) return pack_int8((const char*)weight, inputs, dtype, outputs, gated, (int8_t*)dst);
   const int words = dtype == kBfloat16 ? inputs / 2 : inputs;
   pack((const uint32_t*)weight, words, input_steps(inputs, dtype), outputs, gated, (uint32_t*)dst);
 }

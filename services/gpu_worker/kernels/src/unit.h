@@ -3,9 +3,10 @@
 
 #include "decoder.h"
 #include "engine_vector.h"
+#include "linear_int8.h"
 #if defined(RF_AMX)
 #include "engine_amx.h"
-#include "linear_amx.h"
+#include "linear_amx_int8.h"
 #endif
 
 namespace radixfleet {
@@ -14,6 +15,8 @@ namespace {
 #if defined(RF_AMX)
 using Bf16Engine = AmxEngine;
 using Bf16Linear = AmxLinear;
+template <class T>
+using Int8Linear = AmxInt8Linear<T>;
 #elif defined(__AVX512BF16__)
 using Bf16Engine = PairEngine;
 using Bf16Linear = VectorLinear<PairForm>;
@@ -21,18 +24,28 @@ using Bf16Linear = VectorLinear<PairForm>;
 using Bf16Engine = VectorEngine<bf16>;
 using Bf16Linear = VectorLinear<PairForm>;
 #endif
+#if !defined(RF_AMX)
+template <class T>
+using Int8Linear = VectorLinear<Int8Form<T>>;
+#endif
+using FloatLinear = VectorLinear<FloatForm>;
+using FloatEngine = VectorEngine<float>;
 
 void run_attention(Batch& batch, const LayerCall& call) {
   if (batch.dtype == kBfloat16) attention<Bf16Engine>(batch, call);
-  else attention<VectorEngine<float>>(batch, call);
+  else attention<FloatEngine>(batch, call);
 }
 
 bool run_linear(const LinearCall& c) {
-  return c.dtype == kBfloat16 ? linear<Bf16Linear>(c) : linear<VectorLinear<FloatForm>>(c);
+  const bool narrow = c.dtype == kBfloat16;
+  if (c.weights == kInt8) return narrow ? linear<Int8Linear<bf16>>(c) : linear<Int8Linear<float>>(c);
+  return narrow ? linear<Bf16Linear>(c) : linear<FloatLinear>(c);
 }
 bool run_decoder(const DecoderCall& c, Batch& batch) {
-  if (c.dtype == kBfloat16) return decoder<Bf16Linear, Bf16Engine>(c, batch);
-  return decoder<VectorLinear<FloatForm>, VectorEngine<float>>(c, batch);
+  const bool narrow = c.dtype == kBfloat16;
+  if (c.weights == kInt8)
+    return narrow ? decoder<Int8Linear<bf16>, Bf16Engine>(c, batch) : decoder<Int8Linear<float>, FloatEngine>(c, batch);
+  return narrow ? decoder<Bf16Linear, Bf16Engine>(c, batch) : decoder<FloatLinear, FloatEngine>(c, batch);
 }
 void run_norm(const NormCall& c) { c.dtype == kBfloat16 ? norm_rows<bf16>(c) : norm_rows<float>(c); }
 void run_rope(const RopeCall& c) { c.dtype == kBfloat16 ? rotate_rows<bf16>(c) : rotate_rows<float>(c); }

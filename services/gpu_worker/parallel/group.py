@@ -1,0 +1,89 @@
+"""The ranks of one worker and what they say to each other. Leaves what is shared out to `sharding`.
+
+Rank 0 alone talks to the scheduler; the others hear from it through `broadcast`. Collectives block without using the
+CPU, and fail at once where a rank has died: its connection closes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+FOREVER = timedelta(days=365)
+"""Ranks wait for rank 0 for as long as there is nothing to do; who dies is noticed by its connection."""
+
+
+class GroupBroken(RuntimeError):
+    """A rank is gone or failed: the group can only be started anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where the ranks find each other: a file on one machine, or `HOST:PORT` of rank 0."""
+
+    place: str
+    rank: int
+    size: int
+
+
+class TensorGroup:
+    """Collective operations of one group; every rank calls the same ones in the same order, from one thread."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    @staticmethod
+    def join(meeting: Meeting) -> TensorGroup:
+        """Wait until all ranks are there. CPU tensors travel over gloo, those of GPUs over NCCL."""
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(
+            backend, store=_store(meeting), rank=meeting.rank, world_size=meeting.size, timeout=FOREVER
+        )
+        return TensorGroup(meeting.rank, meeting.size)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """x [...] becomes the sum over all ranks, the same bits on each."""
+        dist.all_reduce(x)
+        return x
+
+    def gather_columns(self, part: torch.Tensor) -> torch.Tensor | None:
+        """[rows, c] of every rank -> [rows, size * c] on rank 0, None elsewhere."""
+        parts = [torch.empty_like(part) for _ in range(self.size)] if self.leads else None
+        dist.gather(part.contiguous(), parts, dst=0)
+        return torch.cat(parts, dim=1) if parts is not None else None
+
+    def least(self, number: int) -> int:
+        """The smallest number any rank brings."""
+        value = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN)
+        return int(value)
+
+    def broadcast(self, data: bytes = b"") -> bytes:
+        """What rank 0 says; the others' `data` is ignored."""
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        dist.broadcast(length, src=0)
+        body = torch.empty(int(length), dtype=torch.uint8)
+        if self.leads and data:
+            body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if len(body):
+            dist.broadcast(body, src=0)
+        return data if self.leads else body.numpy().tobytes()
+
+
+def _store(meeting: Meeting) -> dist.Store:
+    host, colon, port = meeting.place.rpartition(":")
+    if colon and port.isdigit():
+        return dist.TCPStore(host, int(port), meeting.size, is_master=meeting.rank == 0)
+    # Ranks on one machine listen to nobody else.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    return dist.FileStore(meeting.place, meeting.size)

@@ -1,0 +1,78 @@
+"""Which part of each weight a rank holds. Leaves loading to `checkpoint` and the layers to the decoder.
+
+    qkv, gate_up     rows by rank: whole heads, whole columns of the MLP      x -> its own share, nothing to exchange
+    output, down     columns by rank                                          partial sums -> added over all ranks
+    head             rows of the vocabulary by rank                           logits -> gathered at rank 0
+    embedding, norms on every rank
+The cut is that of Megatron-LM (Shoeybi et al. 2019): two sums per layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from services.gpu_worker.models.config import ModelError
+from services.gpu_worker.models.families import DecoderConfig
+
+_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BY_COLUMNS = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The share of rank `rank` of `size`; the whole for size 1."""
+
+    rank: int = 0
+    size: int = 1
+
+    def config(self, whole: DecoderConfig) -> DecoderConfig:
+        """The layers of one rank. Raises ModelError where heads or columns do not divide."""
+        for what, count in (
+            ("query heads", whole.num_heads),
+            ("key heads", whole.kv_heads),
+            ("MLP columns", whole.intermediate),
+        ):
+            if count % self.size:
+                raise ModelError(f"{count} {what} do not divide by --tp-size {self.size}")
+        return dataclasses.replace(
+            whole,
+            num_heads=whole.num_heads // self.size,
+            kv_heads=whole.kv_heads // self.size,
+            intermediate=whole.intermediate // self.size,
+        )
+
+    def vocabulary(self, vocab_size: int) -> range:
+        """The rows of the head; the last rank may have fewer."""
+        rows = -(-vocab_size // self.size)
+        return range(min(self.rank * rows, vocab_size), min((self.rank + 1) * rows, vocab_size))
+
+    def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The rank's part of a checkpoint's tensor, by its name there."""
+        if self.size == 1:
+            return tensor
+        if name == "lm_head.weight":
+            rows = self.vocabulary(tensor.shape[0])
+            return tensor[rows.start : rows.stop]
+        block, _, kind = name.rpartition(".")
+        layer = block.rpartition(".")[2]
+        if layer in _BY_ROWS:
+            return tensor.chunk(self.size)[self.rank]
+        if layer in _BY_COLUMNS:
+            if kind == "bias":
+                return tensor if self.rank == 0 else torch.zeros_like(tensor)  # added once, not once per rank
+            return tensor.chunk(self.size, dim=1)[self.rank]
+        return tensor
+
+    def whole_shape(self, name: str, part: torch.Size) -> tuple[int, ...]:
+        """The shape of the tensor that `part` is a rank's part of, but for the head."""
+        layer = name.rpartition(".")[0].rpartition(".")[2]
+        if self.size == 1 or len(part) == 0:
+            return tuple(part)
+        if layer in _BY_ROWS:
+            return (part[0] * self.size, *part[1:])
+        if layer in _BY_COLUMNS and len(part) == 2:
+            return (part[0], part[1] * self.size)
+        return tuple(part)
