@@ -13,7 +13,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test check format soak clients clean
+.PHONY: install serve test check format soak clients check-deploy clean
 
 install: $(STAMP)
 	@$(BIN)/python -m services.gpu_worker.kernels.build
@@ -44,6 +44,10 @@ check: $(STAMP)
 soak: install
 	$(BIN)/python scripts/soak.py --minutes 5 --write docs/soak.md
 	$(BIN)/python scripts/sanitize_kernels.py
+
+# Builds the images and tries docker-compose.yml with a real engine; starts one of its own where none runs (root).
+check-deploy: $(STAMP)
+	$(BIN)/python scripts/check_deploy.py
 
 clients: install
 	$(BIN)/python scripts/clients.py --write docs/clients.md

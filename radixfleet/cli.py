@@ -16,6 +16,7 @@ USAGE = """usage: radixfleet COMMAND [FLAGS]
   worker
   detokenizer
   models       make a model available and print its folder
+  prepare      make keys and a model available before services start in containers
   keygen       make keys for the sockets between hosts
   ping         ask a service whether it works: radixfleet ping tcp://HOST:PORT
 
@@ -77,6 +78,12 @@ def _keygen(name: str, argv: Sequence[str]) -> int:
     return keygen(argv)
 
 
+def _prepare(name: str, argv: Sequence[str]) -> int:
+    from radixfleet.prepare import main as prepare
+
+    return prepare(argv)
+
+
 _COMMANDS: dict[str, Callable[[str, Sequence[str]], int]] = {
     "serve": _serve,
     "tokenizer": _service,
@@ -86,4 +93,5 @@ _COMMANDS: dict[str, Callable[[str, Sequence[str]], int]] = {
     "models": _models,
     "ping": _ping,
     "keygen": _keygen,
+    "prepare": _prepare,
 }

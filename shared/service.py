@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 import uuid
@@ -62,7 +63,9 @@ def new_incarnation() -> int:
 
 
 def new_service_id(name: str, config: ServiceConfig) -> str:
-    """The configured id, or a short random one."""
+    """The configured id, or a short random one; `@host` stands for the name of this host, in containers theirs."""
+    if config.service_id == "@host":
+        return f"{name}-{socket.gethostname()}"
     return config.service_id or f"{name}-{uuid.uuid4().hex[:8]}"
 
 
