@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ from radixfleet.app import MODULES, command, on_path, package_parent
 from radixfleet.errors import CommandError
 from radixfleet.listen import listen, url_of
 from radixfleet.options import ServeOptions
-from radixfleet.plan import child_specs
+from radixfleet.plan import Front, child_specs, tokenizer_names
 from radixfleet.run_folder import RunFolderError, run_folder
 from radixfleet.stop_signals import StopSignals
 from radixfleet.supervise import PARENT_FD, ChildFailed, Supervisor
@@ -32,8 +33,8 @@ STAGE_S = 10.0  # for services whose requests have all ended
 def serve(options: ServeOptions, modules: Mapping[str, str] = MODULES) -> int:
     """Run until a signal; returns the exit code."""
     try:
-        with listen(options.host, options.port) as listener:
-            return asyncio.run(_Launch(options, listener, modules).run())
+        with listen(options.host, options.port, options.http_workers) as listeners:
+            return asyncio.run(_Launch(options, listeners, modules).run())
     except (CommandError, ChildFailed, RunFolderError) as error:
         if str(error):
             say(f"error: {error}")
@@ -52,9 +53,12 @@ class _Stopped(Exception):
 class _Launch:
     """One run of the command."""
 
-    def __init__(self, options: ServeOptions, listener: socket.socket, modules: Mapping[str, str]) -> None:
+    def __init__(self, options: ServeOptions, listeners: Sequence[socket.socket], modules: Mapping[str, str]) -> None:
         self._options = options
-        self._listener = listener
+        self._listeners = listeners
+        self._certificate = options.variable("ssl_certfile")
+        self._url = url_of(listeners, secure=bool(self._certificate))
+        self._key = secrets.token_urlsafe(32)  # of the warm-up request, whatever keys there are
         self._modules = modules
         self._resolver: asyncio.subprocess.Process | None = None
         self._supervisor: Supervisor | None = None
@@ -75,9 +79,9 @@ class _Launch:
         return 0
 
     async def _live(self, model: Path, folder: Path) -> None:
-        specs = child_specs(
-            self._options, model, folder, self._listener.fileno(), self._modules, self._listener.getsockname()[:2]
-        )
+        listeners = self._listeners
+        front = Front([listener.fileno() for listener in listeners], listeners[0].getsockname()[:2], self._key)
+        specs = child_specs(self._options, model, folder, front, self._modules)
         say("starting " + ", ".join(spec.name for spec in specs))
         self._supervisor = supervisor = Supervisor(specs, say, self._options.frozen_timeout)
         try:
@@ -86,13 +90,14 @@ class _Launch:
             if not self._options.skip_server_warmup:
                 from radixfleet.warmup import warm_up  # its HTTP client is imported while the services load
 
-                await self._first(warm_up(url_of(self._listener)))
+                await self._first(warm_up(self._url, self._key, self._certificate))
             supervisor.settled()
             self._announce()
             await self._first()
         except _Stopped:
             say("stopping; once more to stop at once")
-            self._listener.close()
+            for listener in listeners:
+                listener.close()
             await self._stop_in_order(supervisor)
         finally:
             await supervisor.close()
@@ -124,7 +129,7 @@ class _Launch:
         drain = float(self._options.variable("drain_timeout", "30")) + DRAIN_MARGIN_S
         workers = [name for name in supervisor.children if name.startswith("worker")]
         stages: Sequence[tuple[Sequence[str], float]] = (
-            (["tokenizer"], drain),
+            (tokenizer_names(len(self._listeners)), drain),
             ([*workers, "detokenizer"], STAGE_S),
             (["scheduler"], STAGE_S),
         )
@@ -138,14 +143,18 @@ class _Launch:
             self._supervisor.kill_all()
 
     def _announce(self) -> None:
-        url = url_of(self._listener)
+        url = self._url
         body = {"model": "default", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
         sys.stdout.write(
             f"{READY_LINE}\n    {url}\nTry:\n"
-            f"    curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+            f"    curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' {self._credentials()}\\\n"
             f"      -d '{json.dumps({**body, 'stream': True})}'\n"
         )
         sys.stdout.flush()
+
+    def _credentials(self) -> str:
+        has_keys = self._options.variable("api_key") or self._options.variable("api_key_file")
+        return "-H 'Authorization: Bearer KEY' " if has_keys else ""
 
     async def _model_folder(self) -> Path:
         """Resolved in a process of its own: conversion takes memory and must be interruptible at any time.
@@ -189,6 +198,7 @@ def _check_files(options: ServeOptions) -> None:
     tokenizer = options.variable("tokenizer_path")
     if tokenizer and not Path(tokenizer).is_file() and not (Path(tokenizer) / "tokenizer.json").is_file():
         raise CommandError(f"--tokenizer-path {tokenizer}: no tokenizer.json there")
-    template = options.variable("chat_template")
-    if template and not Path(template).is_file():
-        raise CommandError(f"--chat-template {template}: no such file")
+    for name in ("chat_template", "api_key_file", "ssl_certfile", "ssl_keyfile"):
+        path = options.variable(name)
+        if path and not Path(path).is_file():
+            raise CommandError(f"--{name.replace('_', '-')} {path}: no such file")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from radixfleet.app import MODULES, command, environment
@@ -12,31 +13,38 @@ from radixfleet.models import SMALL_MODEL_NAME
 from radixfleet.options import ServeOptions
 from radixfleet.supervise import ChildSpec
 
+SECRETS = frozenset(PREFIX + name for name in ("API_KEY", "ADMIN_API_KEY", "LAUNCH_KEY", "SSL_KEYFILE_PASSWORD"))
+MAX_TEXT_THREADS = 4
+
+
+@dataclass(frozen=True)
+class Front:
+    """What the tokenizers get from the launcher: a listening socket each, on `address`, and its key."""
+
+    fds: Sequence[int]
+    address: tuple[str, int] | None = None
+    key: str = ""
+
 
 def child_specs(
-    options: ServeOptions,
-    model: Path,
-    folder: Path,
-    http_fd: int,
-    modules: Mapping[str, str] = MODULES,
-    address: tuple[str, int] | None = None,
+    options: ServeOptions, model: Path, folder: Path, front: Front, modules: Mapping[str, str] = MODULES
 ) -> list[ChildSpec]:
-    """scheduler, detokenizer, workers, tokenizer; `http_fd` is the tokenizer's listening socket, on `address`.
+    """scheduler, detokenizer, workers, tokenizers.
 
               tokenizer.sock        detokenizer.sock       text.sock
     tokenizer ------------> scheduler <------------ detokenizer <------------ tokenizer
                                 ^ worker.sock (or --worker-bind)
                               workers
     """
-    listening = {} if address is None else {PREFIX + "HOST": address[0], PREFIX + "PORT": str(address[1])}
     base = environment({**os.environ, **options.variables})
     base.update(_settings(options, model, folder))
     worker_bind = options.worker_bind or _ipc(folder, "worker")
 
     def spec(name: str, service: str, extra: Mapping[str, str] | None = None, **settings: str) -> ChildSpec:
         own = {PREFIX + key.upper(): value for key, value in settings.items()}
-        env = {**base, PREFIX + "SERVICE_ID": name, **own, **(extra or {})}
-        fds = (http_fd,) if service == "tokenizer" else ()
+        known = base if service == "tokenizer" else {key: base[key] for key in base.keys() - SECRETS}
+        env = {**known, PREFIX + "SERVICE_ID": name, **own, **(extra or {})}
+        fds = (int(settings["http_fd"]),) if service == "tokenizer" else ()
         return ChildSpec(name, command(modules[service]), env, fds, announces=service in ("tokenizer", "worker"))
 
     return [
@@ -54,8 +62,26 @@ def child_specs(
             spec(f"worker-{n}", "worker", _share(options, n), scheduler=_local(worker_bind))
             for n in range(options.workers)
         ),
-        spec("tokenizer", "tokenizer", listening, scheduler=_ipc(folder, "tokenizer"), http_fd=str(http_fd)),
+        *(
+            spec(name, "tokenizer", _door(options, front), scheduler=_ipc(folder, "tokenizer"), http_fd=str(fd))
+            for name, fd in zip(tokenizer_names(len(front.fds)), front.fds, strict=True)
+        ),
     ]
+
+
+def tokenizer_names(count: int) -> list[str]:
+    return ["tokenizer"] if count == 1 else [f"tokenizer-{number}" for number in range(count)]
+
+
+def _door(options: ServeOptions, front: Front) -> dict[str, str]:
+    """Variables for every tokenizer; where there are several, they share the cores for tokenising."""
+    settings = {"LAUNCH_KEY": front.key} if front.key else {}
+    if front.address is not None:
+        settings.update(HOST=front.address[0], PORT=str(front.address[1]))
+    if len(front.fds) > 1 and not options.variable("text_threads"):
+        cores = len(os.sched_getaffinity(0))
+        settings["TEXT_THREADS"] = str(max(1, min(MAX_TEXT_THREADS, cores // len(front.fds))))
+    return {PREFIX + name: value for name, value in settings.items()}
 
 
 def _settings(options: ServeOptions, model: Path, folder: Path) -> dict[str, str]:
