@@ -29,7 +29,9 @@ def llama3_form(box: Toolbox, answer: Form | None) -> Form:
     if box.mode == "required":
         return calls
     tagged = _sequence(_const(llama3.TAG), calls)
-    return _or(calls, tagged, answer or _regex(not_beginning_with(('{ "name"', llama3.TAG))))
+    if answer is not None:
+        return _or(tagged, answer)  # a bare object would begin as the answer does
+    return _or(calls, tagged, _regex(not_beginning_with(('{ "name"', llama3.TAG))))
 
 
 def mistral_list_form(box: Toolbox, answer: Form | None) -> Form:
@@ -73,7 +75,7 @@ def _other(beginnings: list[str]) -> str:
 
 
 def _in_class(character: str) -> str:
-    return f"\\{character}" if character in "\\]^-[|{}<>" else character
+    return f"\\{character}" if character in "\\]^-[" else character
 
 
 _NO_PYTHON_CALL = (
