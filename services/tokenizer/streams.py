@@ -83,8 +83,8 @@ class Stream:
         fresh.text += text
         self._ids += new_ids
         self._chars += len(text)
-        if self._cached is None:
-            self._cached = chunk.cached_tokens  # of the first admission; a resumed request finds more
+        if self._cached is None or not self.resubmitted:  # a new scheduler finds more than the first one did
+            self._cached = chunk.cached_tokens  # 0 while forced tokens come before its admission
         fresh.cached_tokens = self._cached
         if chunk.scores is not None:
             fresh.scores.extend(chunk.scores, skip=max(chunk.scores.count - len(new_ids), 0))

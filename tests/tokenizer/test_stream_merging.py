@@ -91,8 +91,10 @@ def test_nothing_after_the_end() -> None:
 
 def test_cached_tokens_are_those_of_the_first_admission() -> None:
     [stream] = make_group("r").streams
-    stream.accept(chunk(0, 1, cached_tokens=4))
-    stream.accept(chunk(1, 2, cached_tokens=90))
+    stream.accept(chunk(0, 1))  # a forced token that came before the admission
+    stream.accept(chunk(1, 2, cached_tokens=4))
+    stream.resumed(2)  # a new scheduler admits prompt and output
+    stream.accept(chunk(2, 3, cached_tokens=90))
     assert drain(stream).cached_tokens == 4
 
 
