@@ -33,13 +33,14 @@ class Splitter:
         self._state: Literal["begin", "thinking", "ended", "speaking"] = "begin"
         self._counting = True
         self._entered = False
+        self._beyond = 0  # characters that came with the end mark, behind it
         self.tokens = 0  # of the reasoning, its marks included
 
     def feed(self, text: str, ids: Sequence[int] = ()) -> None:
         if text:
             self._text(text)
         if self._counting:
-            self._count(ids)
+            self._count(ids, len(text))
 
     @property
     def ended(self) -> bool:
@@ -61,6 +62,7 @@ class Splitter:
             if rest is None:
                 return
             self._state, text = "ended", rest
+            self._beyond = len(rest)
         if self._state == "ended":
             text = text.lstrip(BLANKS)
             self._state = "speaking" if text else "ended"
@@ -86,12 +88,12 @@ class Splitter:
             self._thought = True
             self._think(text)
 
-    def _count(self, ids: Sequence[int]) -> None:
-        """Tokens up to the end mark: exact where that is one token, else as the text came."""
+    def _count(self, ids: Sequence[int], num_chars: int) -> None:
+        """Tokens up to the end mark: exact where that is one token, else by the share of the text."""
         if self._state == "speaking" and not self._entered:
             self._counting, self.tokens = False, 0
         elif self.ended and self._end_id in ids:
             self._counting, self.tokens = False, self.tokens + list(ids).index(self._end_id) + 1
         else:
             self._counting = not self.ended
-            self.tokens += len(ids)
+            self.tokens += len(ids) - (len(ids) * self._beyond // num_chars if self._beyond else 0)
