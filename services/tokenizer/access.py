@@ -21,7 +21,7 @@ from services.tokenizer.errors import ApiError
 from shared.config import TokenizerConfig
 from shared.tenants import Tenant, check_keys, from_keys, read_file
 
-OPEN = frozenset(("/health", "/ready"))
+OPEN = frozenset(("/health", "/ready", "/ping"))
 CLIENT_PREFIX = "/v1/"
 CLIENT = frozenset(
     (

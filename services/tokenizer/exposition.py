@@ -7,14 +7,14 @@ Leaves measuring to metrics and to the other services.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from services.tokenizer.frontend import Frontend
 from services.tokenizer.load import Load
-from services.tokenizer.metrics import E2E, ITL, TTFT, Measurements
+from services.tokenizer.metrics import E2E, ITL, RESPONSES, TTFT, Measurements
 from shared.messages.control import ServiceMetrics
 from shared.messages.request import SystemStatus
 from shared.metrics import BUCKETS, FINE_BUCKETS
@@ -55,27 +55,43 @@ STATES = frozenset(  # keys of SystemStatus.counters that are no totals
 )
 
 
+TENANT_COUNTERS = (
+    ("requests", "HTTP requests that came in"),
+    ("rejected", "Requests beyond a rate or a token budget"),
+    ("prompt_tokens", "Prompt tokens"),
+    ("cached_tokens", "Prompt tokens found in the radix cache"),
+    ("output_tokens", "Generated tokens"),
+)
+
+
+class _Collector:
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self.collect = collect
+
+
 class Exposition:
-    """A collector over the frontend's picture; `text()` is the answer of /metrics."""
+    """Metrics over the frontend's picture; `text()` is the answer of /metrics."""
 
     def __init__(self, frontend: Frontend, measurements: Measurements, model_name: str) -> None:
         self._frontend = frontend
         self._measurements = measurements
         self._labels = {"model_name": model_name}
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
+    def text(self, tenant: str = "") -> bytes:
+        """With `tenant`, the use of this one alone."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(lambda: self.collect(tenant)))
+        return generate_latest(registry)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self, tenant: str = "") -> Iterator[Metric]:
         status = self._frontend.status
         load = Load.of(status if self._frontend.fresh else None)
         yield from self._gauges(load)
         yield from self._counters(status)
         services = status.services if status is not None else ()
         yield from self._histograms(services)
-        yield from self._own()
+        yield from self._doors(services)
+        yield from _tenants(status, self._labels, tenant)
         yield from _workers(status, self._labels)
         yield from _services(services, self._labels)
 
@@ -135,16 +151,25 @@ class Exposition:
             for prefix in ("radixfleet_",) if name in FINE else ("sglang:", "radixfleet_"):
                 yield _histogram(prefix + name, self._labels, total, bounds)
 
-    def _own(self) -> Iterator[Metric]:
-        measured = self._measurements
-        labels = {**self._labels, "service_id": self._frontend.service_id}
-        yield _gauge("radixfleet_http_requests_active", "HTTP requests in work", labels, measured.active)
-        yield _counter("radixfleet_http_requests", "HTTP requests", labels, measured.counters["http_requests"])
-        family = CounterMetricFamily("radixfleet_http_responses", "HTTP responses", labels=[*labels, "status"])
-        for code, count in sorted(measured.responses.items()):
-            family.add_metric([*labels.values(), str(code)], count)
-        yield family
-        yield _gauge("radixfleet_scheduler_up", "Whether the scheduler is heard", labels, float(self._frontend.fresh))
+    def _doors(self, services: Iterable[ServiceMetrics]) -> Iterator[Metric]:
+        """What every HTTP process has done, whichever of them is asked; our own numbers are the live ones."""
+        doors = {s.service_id: s.gauges for s in services if s.service == "tokenizer"}
+        doors[self._frontend.service_id] = self._measurements.gauges()
+        names = [*self._labels, "service_id"]
+        active = GaugeMetricFamily("radixfleet_http_requests_active", "HTTP requests in work", labels=names)
+        total = CounterMetricFamily("radixfleet_http_requests", "HTTP requests", labels=names)
+        responses = CounterMetricFamily("radixfleet_http_responses", "HTTP responses", labels=[*names, "status"])
+        for service_id, gauges in sorted(doors.items()):
+            labels = [*self._labels.values(), service_id]
+            active.add_metric(labels, gauges.get("http_requests_active", 0.0))
+            total.add_metric(labels, gauges.get("http_requests", 0.0))
+            for name in sorted(gauges):
+                if name.startswith(RESPONSES):
+                    responses.add_metric([*labels, name.removeprefix(RESPONSES)], gauges[name])
+        yield from (active, total, responses)
+        labels_up = {**self._labels, "service_id": self._frontend.service_id}
+        fresh = float(self._frontend.fresh)
+        yield _gauge("radixfleet_scheduler_up", "Whether the scheduler is heard", labels_up, fresh)
 
 
 def _workers(status: SystemStatus | None, labels: Mapping[str, str]) -> Iterator[Metric]:
@@ -163,12 +188,29 @@ def _workers(status: SystemStatus | None, labels: Mapping[str, str]) -> Iterator
         yield counter
 
 
+def _tenants(status: SystemStatus | None, labels: Mapping[str, str], only: str) -> Iterator[Metric]:
+    """What every tenant has used; its name is the label, so there are as many as names of keys."""
+    tenants = [tenant for tenant in (status.tenants if status is not None else ()) if only in ("", tenant.name)]
+    if not tenants:
+        return
+    names = [*labels, "tenant"]
+    for name, text in TENANT_COUNTERS:
+        counter = CounterMetricFamily(f"radixfleet_tenant_{name}", text, labels=names)
+        for tenant in tenants:
+            counter.add_metric([*labels.values(), tenant.name], float(getattr(tenant, name)))
+        yield counter
+    live = GaugeMetricFamily("radixfleet_tenant_requests_live", "Requests running or waiting", labels=names)
+    for tenant in tenants:
+        live.add_metric([*labels.values(), tenant.name], float(tenant.live))
+    yield live
+
+
 def _services(services: Iterable[ServiceMetrics], labels: Mapping[str, str]) -> Iterator[Metric]:
     """What every process says of itself in its heartbeat, under the name it uses."""
     families: dict[str, GaugeMetricFamily] = {}
     for service in services:
         for name, value in {**service.gauges, "heartbeat_age_seconds": service.heartbeat_age_s}.items():
-            if not name.isidentifier():
+            if not name.isidentifier() or name.startswith(RESPONSES):
                 continue
             family = families.setdefault(
                 name,

@@ -10,6 +10,7 @@ from shared.metrics import Histogram
 
 TTFT = "time_to_first_token_seconds"
 ITL = "inter_token_latency_seconds"
+RESPONSES = "http_responses_"  # and the status: how a heartbeat calls them
 E2E = "e2e_request_latency_seconds"
 
 
@@ -30,6 +31,7 @@ class Measurements:
             "http_requests_active": float(self.active),
             "process_cpu_seconds": self.cpu_seconds(),
             **{name: float(value) for name, value in self.counters.items()},
+            **{f"{RESPONSES}{status}": float(value) for status, value in self.responses.items()},
         }
 
     def snapshots(self) -> dict[str, tuple[float, ...]]:

@@ -22,6 +22,8 @@ from services.tokenizer.limits import Limits
 from services.tokenizer.metrics import Measurements
 from shared.config import TokenizerConfig
 
+log = structlog.get_logger(__name__)
+
 REQUEST_ID = b"x-request-id"
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_ID_CHARS = 128
@@ -40,7 +42,7 @@ class Door:
         self._max_concurrent = config.max_concurrent_requests
         self._request_timeout = config.request_timeout
         self._root_path = config.fastapi_root_path
-        self._log = structlog.get_logger(__name__) if config.log_requests else None
+        measurements.log_requests = config.log_requests  # may be changed while running
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -102,8 +104,8 @@ class Door:
             self._say("request finished", scope)
 
     def _say(self, event: str, scope: MutableMapping[str, Any]) -> None:
-        if self._log is not None:
-            self._log.info(event, path=scope["path"])
+        if self._measurements.log_requests:
+            log.info(event, path=scope["path"])
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:

@@ -62,7 +62,7 @@ def _health(routes: APIRouter, context: Context) -> None:
     @routes.get("/metrics")
     async def metrics() -> Response:
         """Prometheus text of the whole system."""
-        text = await context.text.run(context.exposition.text)
+        text = await context.text.run(context.exposition.text, calls.current().tenant)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
