@@ -79,7 +79,10 @@ class Worker:
         grammar = read_source(job.kind, job.source, options, self._limits, self._vocabulary)
         matcher = LLGuidanceMatcher.build(grammar.text, self._vocabulary, self._limits)
         self._check(job, grammar, matcher)
-        shortest = Search(self._order, self._limits.search_nodes).shortest(matcher, _LONGEST)
+        search = Search(self._order, self._limits.search_nodes)
+        shortest = search.shortest(matcher, _LONGEST)
+        if shortest is None and search.broken:
+            raise BadSource(f"the grammar is too complex: {first_line(search.broken)}")
         step, harmless = _SOME_STEP + (len(shortest) if shortest else 0), False
         if job.kind == "json_schema":
             schema = read_json(job.source)

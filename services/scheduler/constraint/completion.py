@@ -26,6 +26,7 @@ _MARKS = b"@.:,-/=<>;'` \n"  # what often ends one part of a text and begins the
 _ATOMS = (b'""', b"0", b"[]", b"{}", b"null", b"true")
 _WIDTH = 10  # choices looked at in one state
 _LONG = 512
+_DEAD_END = "NoExtension"  # the engine's word for a state from which no text can be completed
 _DIVE = 96  # states in which the first path must find an end
 _NOT_PLAIN = frozenset(range(0x20)) | frozenset(b'"\\\x7f')
 _NOT_QUIET = _NOT_PLAIN | frozenset(b"[]{},:")
@@ -103,10 +104,14 @@ def is_set(row: MaskRow, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 class Search:
-    """Looks at `nodes` states at most, over all its calls."""
+    """Looks at `nodes` states at most, over all its calls.
+
+    `broken`: why a matcher gave up on a token that it had allowed, where one did.
+    """
 
     def __init__(self, order: TokenOrder, nodes: int) -> None:
         self.nodes = nodes
+        self.broken = ""
         self._order = order
         self._row = np.zeros(order.vocabulary.words, np.int32)
         self._best: list[int] | None = None
@@ -186,6 +191,7 @@ class Search:
                 continue
             child = matcher.fork()
             if not child.advance(ids):
+                self._note(child)
                 continue
             if child.is_complete:
                 self._best = [*path, *ids]
@@ -201,8 +207,13 @@ class Search:
         if forced:
             return [forced]
         if not matcher.fill_mask(self._row):
+            self._note(matcher)
             return []
         return [(token,) for token in self._order.candidates(self._row)]
+
+    def _note(self, matcher: Matcher) -> None:
+        if not matcher.error.startswith(_DEAD_END):
+            self.broken = self.broken or matcher.error
 
 
 def _ids(pairs: Sequence[tuple[int, bytes]]) -> NDArray[np.int64]:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from benchmarks.hostile_inputs import HOSTILE
 from radixfleet.models import resolve
 from services.scheduler.constraint.compiler import Compiler
 from services.scheduler.constraint.errors import CompilerBusy, ConstraintError
@@ -28,6 +29,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from constraint_kit import vocabulary
 
 SMALL = Constraint("json_schema", '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}')
+WRONG = ("a wrong type", "a wrong type of a pattern", "two constraints at once")  # the door's to refuse
+SOURCES = [
+    Constraint(kind, source if isinstance(source, str) else json.dumps(source))
+    for name, params in HOSTILE
+    if name not in WRONG
+    for kind, source in params.items()
+] + [
+    Constraint("regex", "\ud800"),
+    Constraint("structural_tag", json.dumps({"format": {"type": "nope", "x": ["y"] * 1000}})),
+]
 ENDLESS = "start: " + " | ".join(f'a "{i}"' for i in range(100_000)) + '\na: "x"'
 SLOW = "start: " + " | ".join(f'a "{i}"' for i in range(15_000)) + '\na: "x"'
 
@@ -125,22 +136,28 @@ async def test_a_killed_process_costs_one_request_and_is_replaced(compiler: Comp
     assert compiler.stats.killed == 1
 
 
-async def test_time_is_bounded_and_others_do_not_wait_for_it() -> None:
-    limits = Limits(compile_seconds=4.0, source_bytes=4 << 20)
+async def test_others_do_not_wait_for_a_slow_one() -> None:
+    limits = Limits(compile_seconds=120.0, source_bytes=4 << 20)
     compiler = await Compiler.start(str(resolve(None)), limits, processes=2)
-    await compiler.compile(SMALL)
+    slow = asyncio.create_task(compiler.compile(Constraint("lark", ENDLESS)))
+    await _busy_process(compiler)
+    assert (await compiler.compile(Constraint("regex", "[a-f]+"))).minimum == 1
+    assert not slow.done()
+    await compiler.close()
+    with pytest.raises(asyncio.CancelledError):
+        await slow
+
+
+async def test_time_is_bounded() -> None:
+    compiler = await Compiler.start(str(resolve(None)), Limits(compile_seconds=1.0, source_bytes=4 << 20))
     slow = asyncio.create_task(compiler.compile(Constraint("lark", ENDLESS)))
     killed = await _busy_process(compiler)
-    quick = await compiler.compile(Constraint("regex", "[a-f]+"))
-    assert quick.minimum == 1
-    assert not slow.done()
-    with pytest.raises(ConstraintError, match="takes more than 4 seconds"):
+    with pytest.raises(ConstraintError, match="takes more than 1 seconds"):
         await slow
     assert not killed.alive
-    assert (await compiler.compile(Constraint("regex", "[a-e]+"))).minimum == 1
-    with pytest.raises(ConstraintError, match="takes more than 4 seconds"):
+    with pytest.raises(ConstraintError, match="takes more than 1 seconds"):
         await compiler.compile(Constraint("lark", ENDLESS))
-    assert compiler.stats.killed == 1
+    assert compiler.stats.killed == 1  # it is remembered for a while
     await compiler.close()
 
 
@@ -171,7 +188,8 @@ async def test_who_goes_away_leaves_the_others_waiting(compiler: Compiler) -> No
     second = asyncio.create_task(compiler.compile(constraint))
     await _busy_process(compiler)
     first.cancel()
-    assert (await second) is not None
+    with pytest.raises(ConstraintError, match="too complex"):
+        await second
     third = asyncio.create_task(compiler.compile(Constraint("lark", "// other\n" + SLOW)))
     process = await _busy_process(compiler)
     third.cancel()
@@ -226,10 +244,9 @@ async def test_closing_ends_the_processes() -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("index", range(40))
-async def test_hostile_sources_are_answered(index: int, shared_compiler: Compiler) -> None:
+@pytest.mark.parametrize("constraint", SOURCES, ids=[f"{c.kind}: {c.source[:40]!r}" for c in SOURCES])
+async def test_hostile_sources_are_answered(constraint: Constraint, shared_compiler: Compiler) -> None:
     """Refused with a reason, or compiled and usable."""
-    constraint = HOSTILE[index]
     grammar, refusal = None, None
     try:
         grammar = await shared_compiler.compile(constraint)
@@ -260,58 +277,3 @@ async def _busy_process(compiler: Compiler) -> Any:
     while not compiler._pool._busy:
         await asyncio.sleep(0)
     return next(iter(compiler._pool._busy))
-
-
-def _nested(depth: int) -> str:
-    return '{"type":"object","required":["a"],"properties":{"a":' * depth + '{"type":"null"}' + "}}" * depth
-
-
-DOUBLING = {f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(30)}
-HOSTILE = [
-    Constraint("regex", "(a+)+b"),
-    Constraint("regex", "(a|aa)+$"),
-    Constraint("regex", "(.*a){20}"),
-    Constraint("regex", "[ab]*a[ab]{30}"),
-    Constraint("regex", "(x{1,100}){1,100}"),
-    Constraint("regex", "((x{1,50}){1,50}){1,50}"),
-    Constraint("regex", "a{1,1000000000}"),
-    Constraint("regex", "a{999999999999999999999}"),
-    Constraint("regex", "(" * 5000 + ")" * 5000),
-    Constraint("regex", "|".join(f"w{i}" for i in range(30_000))),
-    Constraint("regex", "x" * 1_000_000),
-    Constraint("regex", "(.*a.{20}|.*b.{21}|.*c.{22})x"),
-    Constraint("regex", "\ud800"),
-    Constraint("regex", "\0\1\2[^\0]"),
-    Constraint("json_schema", json.dumps({"x": "y" * 1_000_000})),
-    Constraint("json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(8000)}})),
-    Constraint(
-        "json_schema",
-        json.dumps({"properties": {f"p{i}": True for i in range(6000)}, "required": [f"p{i}" for i in range(6000)]}),
-    ),
-    Constraint("json_schema", _nested(60)),
-    Constraint("json_schema", _nested(200)),
-    Constraint("json_schema", "[" * 50_000 + "]" * 50_000),
-    Constraint("json_schema", '{"a":' * 50_000 + "1" + "}" * 50_000),
-    Constraint("json_schema", '{"$ref":"#"}'),
-    Constraint("json_schema", '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}'),
-    Constraint(
-        "json_schema",
-        json.dumps({"$defs": DOUBLING | {"d30": {"type": "null"}}, "$ref": "#/$defs/d0"}),
-    ),
-    Constraint("json_schema", json.dumps({"allOf": [{"anyOf": [{"minimum": i}, {"maximum": -i}]} for i in range(20)]})),
-    Constraint("json_schema", json.dumps({"enum": [f"value {i}" for i in range(15_000)]})),
-    Constraint("json_schema", json.dumps({"enum": list(range(50_000))})),
-    Constraint("json_schema", '{"type":"string","maxLength":1000000}'),
-    Constraint("json_schema", '{"type":"string","minLength":1000000}'),
-    Constraint("json_schema", '{"type":"array","minItems":1000000,"items":{"type":"integer"}}'),
-    Constraint("json_schema", '{"type":"string","pattern":"((a{1,99}){1,99}){1,99}"}'),
-    Constraint("json_schema", '{"type":"stuff"}'),
-    Constraint("json_schema", '{"$ref":"http://example.com/schema"}'),
-    Constraint("ebnf", "root ::= root"),
-    Constraint("ebnf", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
-    Constraint("ebnf", "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(40)) + '\nr40 ::= "a"\nroot ::= r0'),
-    Constraint("lark", "start: " + " | ".join(f'a "{i}"' for i in range(15_000)) + '\na: "x"'),
-    Constraint("lark", "start: a\na: a a | a a a | b\nb: a | \"x\"\n"),
-    Constraint("choice", json.dumps(["x" * 1000] * 200)),
-    Constraint("structural_tag", json.dumps({"format": {"type": "nope", "x": ["y"] * 1000}})),
-]  # fmt: skip
