@@ -121,6 +121,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "scheduling and memory": (
         _launcher("--workers", "--dp-size", "--data-parallel-size", help="worker processes [1]", kind="int", least=1),
+        Flag(("--tp-size", "--tensor-parallel-size", "--tp"), "ranks that share one worker's weights [1]", "tp_size",
+             kind="int", least=1),
         _text("--device", "where workers compute [auto]", ("auto", "cpu", "cuda")),
         _float("--mem-fraction-static", "part of the memory for weights and KV [0.6]", most=1),
         _int("--max-total-tokens", "KV pool of a worker in tokens [from free memory]"),
@@ -169,8 +171,6 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     "--kv-cache-dtype": ("auto",),
     "--radix-eviction-policy": ("lru",),
     "--grammar-backend": ("auto", "llguidance"),
-    "--tp-size": ("1",),
-    "--tensor-parallel-size": ("1",),
     "--pp-size": ("1",),
     "--nnodes": ("1",),
     "--node-rank": ("0",),

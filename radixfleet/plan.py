@@ -114,7 +114,11 @@ def _share(options: ServeOptions, number: int) -> dict[str, str]:
         return {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]}
     if options.variable("threads"):
         return {}
-    return {PREFIX + "THREADS": str(max(1, len(os.sched_getaffinity(0)) // options.workers))}
+    return {
+        PREFIX + "THREADS": str(
+            max(1, len(os.sched_getaffinity(0)) // options.workers // int(options.variable("tp_size", "1")))
+        )
+    }
 
 
 def visible_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:

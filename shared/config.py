@@ -130,6 +130,9 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     max_inflight_steps: Positive = 2
     threads: NonNegative = 0  # 0: all physical cores
     deterministic: bool = False
+    tp_size: Positive = 1  # ranks that share each layer's weights
+    tp_rank: NonNegative = 0
+    tp_meeting: str = ""  # HOST:PORT of rank 0; empty: rank 0 starts the others on its machine
     kv_bind: str = ""  # where other workers send pages to; empty: beside the way to the scheduler
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from services.gpu_worker.device import set_thread_environment
+from services.gpu_worker.device import set_thread_environment, threads_of
 from shared import service
 from shared.config import WorkerConfig, load
 
@@ -24,8 +24,14 @@ def main() -> int:
 
 def run(config: WorkerConfig, start: Callable[[WorkerConfig], StartedEngine] | None = None) -> int:
     """Run until drained, refused or killed; `start` replaces the loading of a model."""
-    set_thread_environment(config.threads)
+    set_thread_environment(threads_of(config))
     # These import torch, which reads that environment.
+    if config.tp_rank > 0:
+        from services.gpu_worker.parallel import follower
+
+        code = follower.run(config)
+        sys.stderr.flush()
+        os._exit(code)  # the group's own threads may wait for ranks that are gone
     from services.gpu_worker.startup import start_engine
     from services.gpu_worker.worker import Worker
 

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shared.config import WorkerConfig
+
 if TYPE_CHECKING:
     import torch
 
@@ -17,6 +19,13 @@ def physical_cores() -> int:
     allowed = os.sched_getaffinity(0)
     cores = {_siblings(cpu) for cpu in allowed}
     return max(1, min(len(cores), _quota() or len(cores)))
+
+
+def threads_of(config: WorkerConfig) -> int:
+    """Threads of this process; ranks on one machine share its cores."""
+    if config.threads or config.tp_size == 1:
+        return config.threads
+    return max(1, physical_cores() // config.tp_size)
 
 
 def set_thread_environment(threads: int) -> None:
@@ -38,13 +47,17 @@ def set_torch_threads(threads: int) -> int:
     return number
 
 
-def resolve(name: str) -> torch.device:
-    """The device for `auto`, `cpu` or `cuda`. Raises SystemExit where cuda is asked for and missing."""
+def resolve(name: str, rank: int = 0) -> torch.device:
+    """The device for `auto`, `cpu` or `cuda`; ranks on one machine take one GPU each.
+
+    Raises SystemExit where cuda is asked for and missing.
+    """
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
         raise SystemExit("radixfleet: --device cuda, but torch finds no CUDA device")
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        torch.cuda.set_device(rank % torch.cuda.device_count())
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

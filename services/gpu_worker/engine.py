@@ -103,6 +103,15 @@ class Engine:
         )
         return outcome.result(command, incarnation, self.stats.forward_ms, self.stats.mask_wait_ms, queue_ms)
 
+    def follow(self, command: StepCommand) -> None:
+        """As a rank beyond the first: all of a step but sampling, whose outcome rank 0 tells."""
+        with torch.inference_mode():
+            self.slots.apply(command)
+            self._copy_pages(command)
+            rows = plan_rows(command, self.slots, self._max_batched_tokens)
+            self._forward(rows, command)
+            self.slots.computed[rows.slots] += rows.lengths
+
     def _copy_pages(self, command: StepCommand) -> None:
         pairs = self.slots.copy_pairs(command)
         if pairs is not None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 
 from services.gpu_worker.activity import Activity
 from services.gpu_worker.compute import ComputeThread
-from services.gpu_worker.engine import Engine
+from services.gpu_worker.engine import MaskSource, StepStats
 from services.gpu_worker.faults import StepAborted, classify
+from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.session import Session
 from shared.messages.step import StepCommand, StepResult, WorkerFault
 
@@ -19,10 +21,26 @@ log = structlog.get_logger(__name__)
 Reply = Callable[[Session, StepResult | WorkerFault], None]
 
 
+class StepEngine(Protocol):
+    """What executes steps: an engine alone, or rank 0's with the other ranks behind it."""
+
+    @property
+    def stats(self) -> StepStats: ...
+
+    @property
+    def kv_cache(self) -> KVCache: ...
+
+    def execute(
+        self, command: StepCommand, masks: MaskSource, incarnation: int, queue_ms: float = 0.0
+    ) -> StepResult: ...
+
+    def reset(self) -> None: ...
+
+
 class Executor:
     """`reply` is called in the event loop with each result, and at most one fault, of a session that is still live."""
 
-    def __init__(self, engine: Engine, activity: Activity, compute: ComputeThread, reply: Reply) -> None:
+    def __init__(self, engine: StepEngine, activity: Activity, compute: ComputeThread, reply: Reply) -> None:
         self._engine = engine
         self.activity = activity
         self._compute = compute

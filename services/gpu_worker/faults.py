@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from services.gpu_worker.parallel.group import GroupBroken
 from shared.messages.step import FaultKind
 
 
@@ -21,7 +22,7 @@ def classify(error: BaseException) -> FaultKind:
         return "protocol"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
         return "oom"
-    if "NCCL" in str(error):
+    if isinstance(error, GroupBroken) or "NCCL" in str(error):
         return "nccl"
     if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
         return "cuda"

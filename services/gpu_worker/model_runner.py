@@ -16,6 +16,7 @@ from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.models.config import ModelConfig, ModelError, ModelFolder, UnsupportedModel, read_folder
 from services.gpu_worker.models.families import read_decoder_config
 from services.gpu_worker.models.loading import LoadFormat, LoadOptions, Model, Quantization, load_own
+from services.gpu_worker.parallel.group import TensorGroup
 
 ModelImpl = Literal["auto", "own", "transformers"]
 
@@ -90,6 +91,7 @@ def load_model(
     context_length: int,
     deterministic: bool,
     quantization: Quantization = "none",
+    group: TensorGroup | None = None,
 ) -> LoadedModel:
     """Weights of the folder `model_path` on `device`; dtype None takes the folder's, context_length 0 the model's.
 
@@ -98,7 +100,7 @@ def load_model(
     started = time.monotonic()
     folder = read_folder(model_path)
     native = attention_backend != "reference"
-    options = LoadOptions(device, dtype, load_format, context_length, deterministic, native, quantization)
+    options = LoadOptions(device, dtype, load_format, context_length, deterministic, native, quantization, group)
     config, model = _load(folder, options, model_impl)
     log.info(
         "model loaded",
@@ -122,6 +124,8 @@ def _load(folder: ModelFolder, options: LoadOptions, model_impl: ModelImpl) -> t
             log.info("running through transformers", reason=str(error))
     if options.quantization != "none":
         raise ModelError(f"--quantization {options.quantization} is for models of the own decoder")
+    if options.group is not None:
+        raise ModelError("--tp-size is for models of the own decoder")
     from services.gpu_worker.models.transformers_backend import load_transformers  # seconds of import
 
     return load_transformers(folder, options)

@@ -12,10 +12,14 @@ import torch
 
 from services.gpu_worker import device as devices
 from services.gpu_worker.engine import Engine
+from services.gpu_worker.executor import StepEngine
 from services.gpu_worker.kv_cache import KV_LAYOUT
 from services.gpu_worker.memory import MIB, PoolWish, free_bytes, own_bytes, plan_pages
 from services.gpu_worker.model_runner import LoadedModel, load_model
 from services.gpu_worker.models.config import DTYPES
+from services.gpu_worker.parallel.group import TensorGroup
+from services.gpu_worker.parallel.leader import LeadingEngine
+from services.gpu_worker.parallel.start import open_group
 from services.gpu_worker.slots import SlotLimits
 from shared.config import WorkerConfig
 from shared.messages.step import WorkerHello
@@ -30,21 +34,41 @@ DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 class StartedEngine:
     """An engine and what the scheduler is told of it; the hello's ids are filled in by the worker."""
 
-    engine: Engine
+    engine: StepEngine
     hello: WorkerHello
     gauges: dict[str, float] = field(default_factory=dict)  # what does not change while it lives
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """One rank's engine; of a worker that is one process, all of it."""
+
+    engine: Engine
+    hello: WorkerHello
+    gauges: dict[str, float]
+    group: TensorGroup | None
+
+
 def start_engine(config: WorkerConfig) -> StartedEngine:
-    """Load the model and allocate its cache. Raises ModelError, MemoryPlanError."""
-    threads = devices.set_torch_threads(config.threads)
-    device = devices.resolve(config.device)
+    """The engine of a worker, or of rank 0 with the other ranks behind it. Raises ModelError, MemoryPlanError."""
+    built = build_engine(config)
+    engine = built.engine if built.group is None else LeadingEngine(built.engine, built.group)
+    return StartedEngine(engine, built.hello, built.gauges)
+
+
+def build_engine(config: WorkerConfig) -> BuiltEngine:
+    """Meet the other ranks, load the weights and allocate the cache. Raises ModelError, MemoryPlanError."""
+    threads = devices.set_torch_threads(devices.threads_of(config))
+    device = devices.resolve(config.device, config.tp_rank)
+    group = open_group(config)
     free_before, own_before = free_bytes(device), own_bytes(device)
     log.info("loading weights", model=config.model_path, device=str(device), threads=threads)
-    model = _load(config, device)
+    model = _load(config, device, group)
     weight_bytes = own_bytes(device) - own_before
     wish = _wish(config, model, device)
     pages = plan_pages(wish, free_before, free_bytes(device))
+    if group is not None:
+        pages = group.least(pages)
     log.info(f"KV cache: {pages} pages, {pages * wish.page_size} tokens, {pages * wish.bytes_per_page // MIB} MiB")
     tokens = config.max_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type]
     runner = model.build_runner(pages, config.page_size, tokens)
@@ -64,13 +88,14 @@ def start_engine(config: WorkerConfig) -> StartedEngine:
         device=_name_of(device),
         kv_dtype=str(model.config.dtype).removeprefix("torch."),
         kv_layout=KV_LAYOUT,
-        kv_bytes_per_page=wish.bytes_per_page,
+        kv_bytes_per_page=wish.bytes_per_page * config.tp_size,
+        tp_size=config.tp_size,
     )
     gauges = {"weight_bytes": float(weight_bytes), "kv_bytes": float(pages * wish.bytes_per_page)}
-    return StartedEngine(Engine(runner, limits, tokens, device), hello, gauges)
+    return BuiltEngine(Engine(runner, limits, tokens, device), hello, gauges, group)
 
 
-def _load(config: WorkerConfig, device: torch.device) -> LoadedModel:
+def _load(config: WorkerConfig, device: torch.device, group: TensorGroup | None) -> LoadedModel:
     return load_model(
         config.model_path,
         device=device,
@@ -81,6 +106,7 @@ def _load(config: WorkerConfig, device: torch.device) -> LoadedModel:
         context_length=config.context_length,
         deterministic=config.deterministic,
         quantization=config.quantization,
+        group=group,
     )
 
 

@@ -83,7 +83,9 @@ class Worker:
         started = await self._compute.call(lambda: self._start_engine(self._config))
         self._loading = False
         self._transfers = transfers = self._make_transfers(started)
-        self._hello = msgspec.structs.replace(started.hello, kv_endpoints=transfers.endpoints)
+        self._hello = msgspec.structs.replace(
+            started.hello, kv_endpoints=transfers.endpoints if started.hello.tp_size == 1 else ()
+        )
         self._gauges = started.gauges
         self._executor = Executor(started.engine, Activity(), self._compute, self._reply)
         self._connect()
@@ -212,7 +214,7 @@ class Worker:
         if session is not self._session or not (session.is_live or isinstance(message, WorkerFault)):
             return
         if isinstance(message, WorkerFault):
-            self._device_lost = message.kind == "cuda"
+            self._device_lost = message.kind in ("cuda", "nccl")
         self._send(message)
 
     def _fault(self, step_id: int, error: ProtocolError) -> None:

@@ -39,6 +39,8 @@ INTERNAL = {
     "worker_bind",
     "bind",
     "advertise",
+    "tp_rank",
+    "tp_meeting",
 }
 
 
@@ -104,7 +106,7 @@ def test_flags_win_over_the_environment() -> None:
 
 
 def test_what_is_the_case_anyway_is_accepted_and_does_nothing() -> None:
-    words = ["--trust-remote-code", "--tp-size", "1", "--schedule-conservativeness", "0.8", "--kv-cache-dtype", "auto"]
+    words = ["--trust-remote-code", "--pp-size", "1", "--schedule-conservativeness", "0.8", "--kv-cache-dtype", "auto"]
     assert parse(words, environ={}) == ServeOptions()
 
 
@@ -114,7 +116,7 @@ def test_what_is_the_case_anyway_is_accepted_and_does_nothing() -> None:
         (["--modle-path", "x"], "did you mean --model-path?"),
         (["--nonsense"], "unknown flag --nonsense"),
         (["--enable-lora"], "--enable-lora: LoRA adapters"),
-        (["--tp-size", "2"], "invalid choice: '2'"),
+        (["--pp-size", "2"], "invalid choice: '2'"),
         (["--port", "many"], "'many' is not a number"),
         (["--workers", "0"], "0 is below 1"),
         (["--mem-fraction-static", "1.5"], "1.5 is above 1"),

@@ -72,9 +72,12 @@ def digest(config: Mapping[str, Any], checkpoint: Checkpoint | None) -> str:
 
 
 def copy_weights(
-    checkpoint: Checkpoint, targets: Mapping[str, torch.Tensor], ignorable: Callable[[str], bool] = lambda _: False
+    checkpoint: Checkpoint,
+    targets: Mapping[str, torch.Tensor],
+    ignorable: Callable[[str], bool] = lambda _: False,
+    part: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
 ) -> None:
-    """Fill every target (often a slice of a fused tensor) from the tensor of its name.
+    """Fill every target (often a slice of a fused tensor) from the tensor of its name, or from `part` of it.
 
     Raises ModelError that names missing, unexpected or misshapen tensors.
     """
@@ -86,7 +89,7 @@ def copy_weights(
     if unexpected:
         raise ModelError(f"{checkpoint.folder}: unexpected tensors: {_listing(unexpected)}")
     for name, target in targets.items():
-        source = checkpoint.tensor(name)
+        source = part(name, checkpoint.tensor(name))
         if source.shape != target.shape:
             raise ModelError(
                 f"{checkpoint.folder}: tensor {name} is {tuple(source.shape)}, expected {tuple(target.shape)}"

@@ -20,6 +20,8 @@ from services.gpu_worker.layers.norm import rms_norm
 from services.gpu_worker.layers.rotary import Rotary, rotate
 from services.gpu_worker.models.families import DecoderConfig
 from services.gpu_worker.models.native_step import NativeStep
+from services.gpu_worker.parallel.group import TensorGroup
+from services.gpu_worker.parallel.sharding import Shard
 
 RopeTables = tuple[torch.Tensor, torch.Tensor]
 
@@ -27,10 +29,20 @@ _OLD_ROPE_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_f
 
 
 class DecoderLayer:
-    """One layer: norm, fused QKV, rope, attention, output, norm, fused gate and up, down."""
+    """One layer: norm, fused QKV, rope, attention, output, norm, fused gate and up, down.
+
+    `config` has the heads and columns of this rank; with a group, what output and down give is a part of a sum.
+    """
 
     def __init__(
-        self, index: int, config: DecoderConfig, dtype: torch.dtype, device: torch.device, *, deterministic: bool
+        self,
+        index: int,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        deterministic: bool,
+        group: TensorGroup | None = None,
     ) -> None:
         self.index = index
         self.spec = attention_spec(config, index)
@@ -51,6 +63,7 @@ class DecoderLayer:
             if config.qk_norm
             else None
         )
+        self._summed = group.sum if group is not None else _as_it_is
         self._gated = partial(gated_by_row if deterministic else gated, activation=ACTIVATIONS[config.activation])
 
     def linears(self) -> tuple[Linear, ...]:
@@ -64,8 +77,8 @@ class DecoderLayer:
         mixed = attention.forward(self.index, q, k, v, self.spec).reshape(x.shape[0], -1)
         if keep is not None:
             x, mixed = x[keep], mixed[keep]
-        x += self.output(mixed)
-        x += self.down(self._gated(self.gate_up(rms_norm(x, self.mlp_norm, self._eps))))
+        x += self._summed(self.output(mixed))
+        x += self._summed(self.down(self._gated(self.gate_up(rms_norm(x, self.mlp_norm, self._eps)))))
         return x
 
     def _project(self, x: torch.Tensor, rope: RopeTables) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -90,21 +103,28 @@ class Decoder:
         *,
         max_context: int,
         deterministic: bool = False,
+        group: TensorGroup | None = None,
     ) -> None:
         self.config = config
+        self._group = group
+        self._shard = Shard(group.rank, group.size) if group is not None else Shard()
+        self.own = self._shard.config(config)  # what of it is this rank's
         self.embedding = torch.empty((config.vocab_size, config.hidden), dtype=dtype, device=device)
         self.layers = [
-            DecoderLayer(index, config, dtype, device, deterministic=deterministic)
+            DecoderLayer(index, self.own, dtype, device, deterministic=deterministic, group=group)
             for index in range(config.num_layers)
         ]
         self.final_norm = torch.empty(config.hidden, dtype=dtype, device=device)
-        self.head = Linear(self.embedding if config.tied else torch.empty_like(self.embedding))
+        rows = self._shard.vocabulary(config.vocab_size)
+        self.head = Linear(self.embedding[rows.start : rows.stop])
+        if not config.tied:
+            self.head = Linear.empty(len(rows), config.hidden, bias=False, dtype=dtype, device=device)
         self._rotary = Rotary(config.rope, max_context, device, deterministic=deterministic)
         self._deterministic = deterministic
         self._native: NativeStep | None = None
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """fp32 logits [len(batch.logit_rows), vocab]."""
+        """fp32 logits [len(batch.logit_rows), vocab]; of a group only rank 0 has them all."""
         attention.plan(batch)
         x = F.embedding(batch.token_ids, self.embedding)
         if self._native is not None and self._native.takes(batch.num_tokens):
@@ -113,7 +133,14 @@ class Decoder:
             x = self._layer_by_layer(x, batch, attention)
         if self._native is not None and self._native.takes(x.shape[0]):
             return self._native.logits(x)
-        return self.head(rms_norm(x, self.final_norm, self.config.norm_eps)).float()
+        logits = self.head(rms_norm(x, self.final_norm, self.config.norm_eps)).float()
+        return logits if self._group is None else self._gather(logits, self._group)
+
+    def _gather(self, logits: torch.Tensor, group: TensorGroup) -> torch.Tensor:
+        """This rank's columns -> all of them on rank 0."""
+        missing = len(Shard(0, group.size).vocabulary(self.config.vocab_size)) - logits.shape[1]
+        whole = group.gather_columns(F.pad(logits, (0, missing)) if missing else logits)
+        return logits if whole is None else whole[:, : self.config.vocab_size]
 
     def _layer_by_layer(self, x: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """[T, hidden] -> the rows whose logits are wanted, [L, hidden]."""
@@ -128,8 +155,18 @@ class Decoder:
         if not self.config.tied:
             found["lm_head.weight"] = self.head.weight
         for layer in self.layers:
-            found.update(_layer_targets(layer, self.config))
+            found.update(_layer_targets(layer, self.own))
         return found
+
+    def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a checkpoint's tensor what belongs in the target of this name."""
+        return self._shard.part(name, tensor)
+
+    def whole_shape(self, name: str, target: torch.Tensor) -> tuple[int, ...]:
+        """The shape a checkpoint's tensor has whose part is the target of this name."""
+        if name == "lm_head.weight":
+            return tuple(self.embedding.shape)
+        return self._shard.whole_shape(name, target.shape)
 
     def ignorable(self, name: str) -> bool:
         """Tensors a checkpoint may have beyond `targets`: a copy of the tied head, buffers old exporters wrote."""
@@ -142,7 +179,7 @@ class Decoder:
         """
         for layer in self.layers:
             if layer.qk_norm is not None:
-                _spread_qk_norm(layer.qk_norm, self.config)
+                _spread_qk_norm(layer.qk_norm, self.own)
         if kernels is not None:
             self._native = NativeStep(kernels, self, deterministic=self._deterministic, int8=int8)
             if not self._native.keeps_plain:
@@ -150,6 +187,10 @@ class Decoder:
         tiles: dict[torch.Size, int] = {}
         for linear in (self.head, *(linear for layer in self.layers for linear in layer.linears())):
             linear.prepare(deterministic=self._deterministic, tiles=tiles)
+
+
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from services.gpu_worker.models.decoder import Decoder
 
 STANDARD_DEVIATION = 0.02
 
 
-def fill_random(targets: Mapping[str, torch.Tensor], seed: int = 0) -> None:
-    """Norm weights become ones, all else normal. Each tensor has its own stream, so order does not matter."""
-    for name, target in targets.items():
+def fill_random(decoder: Decoder, seed: int = 0) -> None:
+    """Norm weights become ones, all else normal. Each tensor has its own stream, so order does not matter.
+
+    A rank draws whole tensors and keeps its part: all ranks together are the same model as one alone.
+    """
+    for name, target in decoder.targets().items():
         if name.endswith("norm.weight"):
             target.fill_(1.0)
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
-        target.copy_(torch.randn(target.shape, generator=generator).mul_(STANDARD_DEVIATION))
+        whole = torch.randn(decoder.whole_shape(name, target), generator=generator).mul_(STANDARD_DEVIATION)
+        target.copy_(decoder.part(name, whole))

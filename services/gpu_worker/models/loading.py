@@ -15,6 +15,7 @@ from services.gpu_worker.models.decoder import Decoder, attention_spec
 from services.gpu_worker.models.dummy import fill_random
 from services.gpu_worker.models.families import DecoderConfig
 from services.gpu_worker.models.native_step import native_kernels
+from services.gpu_worker.parallel.group import TensorGroup
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Quantization = Literal["none", "int8"]
@@ -39,6 +40,7 @@ class LoadOptions:
     deterministic: bool
     native: bool = False  # whether attention will be native, which the own decoder's kernels need
     quantization: Quantization = "none"
+    group: TensorGroup | None = None  # the ranks to share the weights with
 
 
 def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) -> tuple[ModelConfig, Model]:
@@ -46,15 +48,21 @@ def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) 
     checkpoint = None if options.load_format == "dummy" else Checkpoint(folder.path)
     dtype = choose_dtype(folder, checkpoint, options)
     context = limit_context(decoder.native_context, options.context_length, extendable=decoder.rope.kind == "dynamic")
-    model = Decoder(decoder, dtype, options.device, max_context=context, deterministic=options.deterministic)
+    group = options.group
+    model = Decoder(
+        decoder, dtype, options.device, max_context=context, deterministic=options.deterministic, group=group
+    )
     if checkpoint is None:
-        fill_random(model.targets())
+        fill_random(model)
     else:
-        copy_weights(checkpoint, model.targets(), model.ignorable)
-    kernels = native_kernels(decoder, dtype, options.device) if options.native else None
+        copy_weights(checkpoint, model.targets(), model.ignorable, model.part)
+    # The kernels run all layers in one call, with no room for the sums over ranks.
+    kernels = native_kernels(decoder, dtype, options.device) if options.native and group is None else None
     int8 = options.quantization == "int8"
     if int8 and kernels is None:
-        raise ModelError("--quantization int8 needs the CPU kernels (native attention on a CPU, bfloat16 or float32)")
+        raise ModelError(
+            "--quantization int8 needs the CPU kernels: native attention on a CPU, bfloat16 or float32, one rank"
+        )
     model.finish_loading(kernels, int8=int8)
     config = ModelConfig(
         architecture=folder.architecture,
@@ -65,8 +73,8 @@ def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) 
         vocab_size=decoder.vocab_size,
         hidden=decoder.hidden,
         num_layers=decoder.num_layers,
-        num_heads=decoder.num_heads,
-        kv_heads=decoder.kv_heads,
+        num_heads=model.own.num_heads,
+        kv_heads=model.own.kv_heads,
         head_dim=decoder.head_dim,
         max_context=context,
         eos_ids=folder.eos_ids(),

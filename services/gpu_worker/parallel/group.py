@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 FOREVER = timedelta(days=365)
 """Ranks wait for rank 0 for as long as there is nothing to do; who dies is noticed by its connection."""
@@ -53,11 +54,14 @@ class TensorGroup:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """x [...] becomes the sum over all ranks, the same bits on each."""
-        dist.all_reduce(x)
+        if x.numel():
+            dist.all_reduce(x)
         return x
 
     def gather_columns(self, part: torch.Tensor) -> torch.Tensor | None:
-        """[rows, c] of every rank -> [rows, size * c] on rank 0, None elsewhere."""
+        """[rows, c] of every rank -> [rows, size * c] on rank 0, None elsewhere; `rows` is the same on all."""
+        if not part.numel():
+            return part.new_empty((0, self.size * part.shape[1])) if self.leads else None
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.leads else None
         dist.gather(part.contiguous(), parts, dst=0)
         return torch.cat(parts, dim=1) if parts is not None else None
@@ -80,10 +84,10 @@ class TensorGroup:
         return data if self.leads else body.numpy().tobytes()
 
 
-def _store(meeting: Meeting) -> dist.Store:
+def _store(meeting: Meeting) -> Store:
     host, colon, port = meeting.place.rpartition(":")
     if colon and port.isdigit():
-        return dist.TCPStore(host, int(port), meeting.size, is_master=meeting.rank == 0)
+        return TCPStore(host, int(port), meeting.size, is_master=meeting.rank == 0)
     # Ranks on one machine listen to nobody else.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    return dist.FileStore(meeting.place, meeting.size)
+    return FileStore(meeting.place, meeting.size)

@@ -1,7 +1,7 @@
 """Rank 0's engine: it executes each step together with the other ranks. Leaves the step itself to the engine.
 
-    rank 0   command |> forward ........ masks, sampling |> news        answer to the scheduler
-    rank r            > forward ........                  > its slots are as rank 0's again
+rank 0   command |> forward ........ masks, sampling |> news        answer to the scheduler
+rank r            > forward ........                  > its slots are as rank 0's again
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import structlog
 
 from services.gpu_worker.engine import Engine, MaskSource, StepStats
 from services.gpu_worker.faults import StepAborted
+from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.parallel.group import GroupBroken, TensorGroup
 from services.gpu_worker.parallel.messages import ForgetSlots, SlotNews, encode
 from services.gpu_worker.slots import Slots, column
@@ -29,6 +30,10 @@ class LeadingEngine:
     @property
     def stats(self) -> StepStats:
         return self._engine.stats
+
+    @property
+    def kv_cache(self) -> KVCache:
+        return self._engine.kv_cache
 
     def reset(self) -> None:
         """Forget all requests, on every rank."""

@@ -67,10 +67,8 @@ class Shard:
         return tensor
 
     def whole_shape(self, name: str, part: torch.Size) -> tuple[int, ...]:
-        """The shape of the tensor that `part` is a rank's part of, but for the head."""
+        """The shape of the tensor that `part` is a rank's part of; not for the head, whose parts may be unequal."""
         layer = name.rpartition(".")[0].rpartition(".")[2]
-        if self.size == 1 or len(part) == 0:
-            return tuple(part)
         if layer in _BY_ROWS:
             return (part[0] * self.size, *part[1:])
         if layer in _BY_COLUMNS and len(part) == 2:
