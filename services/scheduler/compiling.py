@@ -153,9 +153,12 @@ class Compiling:
         assert self._starting is not None
         compiler = await asyncio.shield(self._starting)
         assert isinstance(compiler, Compiler)
-        ids = request.output
-        if len(ids) and ids[-1] == finish.matched_token:
-            ids = ids[:-1]
+        ids = request.output.tolist()
+        if ids and ids[-1] == finish.matched_token:
+            ids.pop()
+        thinking_end = request.message.thinking_end_id
+        if thinking_end >= 0:  # only what follows the thinking part is the answer
+            ids = ids[ids.index(thinking_end) + 1 :] if thinking_end in ids else []
         return await compiler.check(constraint, compiler.vocabulary.decode(ids).decode("utf-8", "replace"))
 
     def _admit(self, request: Request, guide: Guide, opening: tuple[int, ...]) -> None:

@@ -86,18 +86,20 @@ class InstantCompiling:
             if request.live:
                 constraint = request.message.constraint
                 assert constraint is not None
-                state = new_state(constraint)
+                state = new_state(constraint, request.message.thinking_end_id)
                 request.guide = Guide(state, vocabulary().eos_ids[0], best_effort=constraint.best_effort)
-                if self.openings and constraint.jump_forward:
+                if self.openings and constraint.jump_forward and state.begun:
                     request.guide.write_opening(request, state.fork().fill(np.empty(WORDS, np.int32), 1 << 20))
                 self._fleet.core.lifecycle.admit(request)
                 if request.output:
                     self._fleet.core.resume(request)
 
 
-def new_state(constraint: Constraint) -> ConstraintState:
+def new_state(constraint: Constraint, thinking_end: int = -1) -> ConstraintState:
     matcher = build(constraint.kind, constraint.source, any_whitespace=constraint.any_whitespace)
-    return ConstraintState(matcher, jump_forward=constraint.jump_forward)
+    return ConstraintState(
+        matcher, jump_forward=constraint.jump_forward, thinking_end=thinking_end, ends=vocabulary().eos_ids
+    )
 
 
 def guided_fleet(*, openings: bool = True, **settings: Any) -> tuple[LocalFleet, InlineFiller, InstantCompiling]:
@@ -108,9 +110,15 @@ def guided_fleet(*, openings: bool = True, **settings: Any) -> tuple[LocalFleet,
     return fleet, filler, compiling
 
 
-def obey(prompt: list[int], constraint: Constraint, max_tokens: int, stops: tuple[int, ...] = (2,)) -> list[int]:
+def obey(
+    prompt: list[int],
+    constraint: Constraint,
+    max_tokens: int,
+    stops: tuple[int, ...] = (2,),
+    thinking_end: int = -1,
+) -> list[int]:
     """What a request must answer, however it was scheduled: the fake's choice under each mask."""
-    state = new_state(constraint)
+    state = new_state(constraint, thinking_end)
     row = np.empty(WORDS, np.int32)
     hashed = EMPTY
     for token in prompt:

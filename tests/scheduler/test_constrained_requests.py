@@ -272,6 +272,31 @@ def test_a_lost_worker_loses_no_state(held: bool) -> None:
         check(fleet, rid, kind)
 
 
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("kind", [DATE, PERSON])
+def test_the_grammar_begins_after_the_thinking_part(kind: Constraint, lost: bool) -> None:
+    """Whatever happens to the worker in between; a token that ends answers does not end thoughts."""
+    prompt = tokens(20)
+    free = obey(prompt, OPEN, 12, stops=(), thinking_end=1 << 30)  # nothing ends these thoughts
+    fleet, _, _ = guided_fleet()
+    rid = submit(fleet, prompt, kind, thinking_end_id=free[7])
+    [worker] = fleet.workers.values()
+    if lost:
+        fleet.turn()
+        for _ in range(11):
+            fleet.step(worker)
+            fleet.turn()
+        fleet.lose_worker(worker)
+        fleet.add_worker("heir")
+    fleet.run()
+    stream = fleet.stream(rid)
+    assert stream.tokens == obey(prompt, kind, 60, thinking_end=free[7])
+    assert stream.tokens[:8] == free[:8]
+    assert stream.finish.reason is FinishReason.STOP
+    answer = text_of(stream.tokens[8:])
+    assert re.fullmatch(DATE.source, answer) if kind is DATE else json.loads(answer)
+
+
 def test_choices_of_one_prompt_go_their_own_ways() -> None:
     fleet, _, _ = guided_fleet()
     prompt = tokens(40)

@@ -61,7 +61,13 @@ class CompiledGrammar:
                 raise ConstraintError(
                     self.kind, f"a complete text takes at least {needed} tokens, but max_new_tokens is {max_tokens}"
                 )
-        return ConstraintState(self._base.fork(), guard, jump_forward=jump_forward, thinking_end=thinking_end)
+        return ConstraintState(
+            self._base.fork(),
+            guard,
+            jump_forward=jump_forward,
+            thinking_end=thinking_end,
+            ends=self._order.vocabulary.eos_ids,
+        )
 
 
 class GrammarCache:

@@ -15,9 +15,9 @@ ALL_ALLOWED = -1  # int32 with every bit set
 
 
 class ConstraintState:
-    """With `thinking_end` >= 0 everything is allowed until that token; the grammar begins after it."""
+    """With `thinking_end` >= 0 everything but `ends` is allowed until that token; the grammar begins after it."""
 
-    __slots__ = ("_forced", "_guard", "_jump_forward", "_matcher", "_thinking_end")
+    __slots__ = ("_ends", "_forced", "_guard", "_jump_forward", "_matcher", "_thinking_end")
 
     def __init__(
         self,
@@ -26,11 +26,13 @@ class ConstraintState:
         *,
         jump_forward: bool = True,
         thinking_end: int = -1,
+        ends: Sequence[int] = (),
     ) -> None:
         self._matcher = matcher
         self._guard = guard
         self._jump_forward = jump_forward
         self._thinking_end = thinking_end
+        self._ends = tuple(token for token in ends if token != thinking_end)
         self._forced: tuple[int, ...] = ()  # of the last mask
 
     @property
@@ -86,10 +88,15 @@ class ConstraintState:
         """An independent copy, for another choice of the same prompt."""
         guard = self._guard.fork() if self._guard is not None else None
         matcher = self._matcher.fork()
-        return ConstraintState(matcher, guard, jump_forward=self._jump_forward, thinking_end=self._thinking_end)
+        return ConstraintState(
+            matcher, guard, jump_forward=self._jump_forward, thinking_end=self._thinking_end, ends=self._ends
+        )
 
     def _fill_thinking(self, row: MaskRow, budget: int) -> None:
         row[:] = ALL_ALLOWED
+        bits = row.view("uint32")
+        for token in self._ends:  # who only thinks has not answered
+            bits[token >> 5] &= ~(1 << (token & 31)) & 0xFFFFFFFF
         if self._guard is not None and budget <= self._guard.needed + 1:
             only(row, self._thinking_end)
 

@@ -185,10 +185,10 @@ def test_jumping_ahead_gives_the_same_tokens_as_not(kind: str, source: str, text
 
 def test_a_state_begins_after_the_thinking_part() -> None:
     end = vocabulary().encode("\n")[0]
-    state = ConstraintState(build("regex", "[0-9]"), thinking_end=end)
+    state = ConstraintState(build("regex", "[0-9]"), thinking_end=end, ends=vocabulary().eos_ids)
     row = np.zeros(vocabulary().words, np.int32)
     assert state.fill(row, 10) == ()
-    assert (row == -1).all()
+    assert _ids(row) == set(range(vocabulary().size)) - set(vocabulary().eos_ids)
     assert not state.begun
     assert state.advance(vocabulary().encode("anything at all"))
     assert not state.is_complete
