@@ -100,8 +100,57 @@ class OptionScores:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class GenStep:
+    """A generation in a script."""
+
+    sampling: Sampling
+
+
+@dataclass(frozen=True)
+class SelectStep:
+    """The likeliest option, in a script; `method` is the name of one that the server knows."""
+
+    options: tuple[str, ...]
+    method: str
+    literal: bool = False
+
+
+@dataclass(frozen=True)
+class AgainStep:
+    """The text of an earlier generation or select of the script, by its number, once more as text."""
+
+    number: int
+    literal: bool = False
+
+
+WorkStep = GenStep | SelectStep
+Step = TextPart | AgainStep | WorkStep
+
+
+@dataclass(frozen=True)
+class News:
+    """Of a script's part: new text, or its whole answer. `number` counts generations and selects."""
+
+    number: int
+    text: str = ""
+    answer: Answer | None = None
+
+
 class Backend(Protocol):
     """A model to run programs on. Every method may raise BackendError."""
+
+    @property
+    def has_scripts(self) -> bool:
+        """Whether `script` can be asked for. May ask the server once."""
+        ...
+
+    def script(self, prompt: Prompt, steps: Sequence[Step], tag: str, *, deltas: bool) -> Iterator[News]:
+        """Run steps one after another in one request; each continues the ids of those before it.
+
+        Whole answers come in order. With `deltas`, new text comes as it is written.
+        """
+        ...
 
     def generate(self, prompt: Prompt, sampling: Sampling, tag: str) -> Answer:
         """`tag` is a name of this request, to abort it by."""
@@ -130,6 +179,12 @@ class Backend(Protocol):
     def prefill(self, prompt: Prompt) -> tuple[int, ...] | None:
         """Compute and cache the prompt; returns its ids."""
         ...
+
+    def pin(self, prompt: Prompt, name: str) -> None:
+        """Compute and cache the prompt, and keep it cached until `unpin`, or for an hour."""
+        ...
+
+    def unpin(self, name: str) -> None: ...
 
     def render(self, roles: tuple[str, ...], contents: tuple[str, ...], generation_prompt: bool) -> str | None:
         """The chat template's text for these messages; None where the backend takes messages as they are."""

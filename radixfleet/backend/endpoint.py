@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from radixfleet.backend.base import Answer, CutPart, OptionScores, Prompt, TextPart
+from radixfleet.backend import scripts
+from radixfleet.backend.base import Answer, CutPart, News, OptionScores, Prompt, Step, TextPart
 from radixfleet.backend.errors import BackendError
 from radixfleet.backend.http import HttpServer
 from radixfleet.backend.sampling import Sampling
@@ -22,6 +23,7 @@ from radixfleet.backend.tokens import Ids, Tokens
 
 DEFAULT_TIMEOUT_S = 600.0
 _MOST_OPTIONS_AT_ONCE = 256
+_PIN_S = 3600.0
 _ONLY_PREFILL = {"max_new_tokens": 0, "temperature": 0.0}
 
 
@@ -47,6 +49,8 @@ class RuntimeEndpoint:
         self._http = HttpServer(base_url, headers, timeout, verify)
         self._tokens = Tokens(self._http)
         self._rendered: dict[tuple[tuple[str, ...], tuple[str, ...], bool], str] = {}
+        self._abilities: scripts.Abilities | None = None
+        self._asking = threading.Lock()
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -107,9 +111,27 @@ class RuntimeEndpoint:
             for ids, answer in zip(lists, answers, strict=True)
         ]
 
+    @property
+    def has_scripts(self) -> bool:
+        return self._learnt().scripts
+
+    def script(self, prompt: Prompt, steps: Sequence[Step], tag: str, *, deltas: bool) -> Iterator[News]:
+        body = scripts.body(prompt, steps, tag, deltas=deltas)
+        return scripts.news(self._http.events("/script", body), self._part)
+
     def prefill(self, prompt: Prompt) -> Ids | None:
         body = {**self._prompt_fields(prompt), "sampling_params": _ONLY_PREFILL, "return_prompt_token_ids": True}
         return _prompt_ids(self._http.post("/generate", body), _known_ids(body))
+
+    def pin(self, prompt: Prompt, name: str) -> None:
+        body = {**self._prompt_fields(prompt), "sampling_params": _ONLY_PREFILL}
+        if self._learnt().parts:
+            body |= {"pin": name, "pin_seconds": _PIN_S}
+        self._http.post("/generate", body)
+
+    def unpin(self, name: str) -> None:
+        if self._learnt().parts:
+            self._http.post("/unpin", {"pin": name})
 
     def render(self, roles: tuple[str, ...], contents: tuple[str, ...], generation_prompt: bool) -> str | None:
         key = (roles, contents, generation_prompt)
@@ -149,7 +171,16 @@ class RuntimeEndpoint:
         plain = all(isinstance(part, TextPart) and not part.literal for part in prompt.parts)
         if plain and not prompt.templated and prompt.text:
             return {"text": prompt.text}
+        if self._learnt().parts:
+            return scripts.prompt_fields(prompt)
         return {"input_ids": list(self._tokens.of_prompt(prompt))}
+
+    def _learnt(self) -> scripts.Abilities:
+        """What the server can do; asked once."""
+        with self._asking:
+            if self._abilities is None:
+                self._abilities = scripts.abilities(self._http)
+            return self._abilities
 
     def _body(self, prompt: Prompt, sampling: Sampling, tag: str) -> dict[str, Any]:
         return {
@@ -175,6 +206,10 @@ class RuntimeEndpoint:
         if matched is not None and ids[-1:] == (matched,):
             ids = ids[:-1]
         return Answer(text, meta, told, ids)
+
+    def _part(self, event: dict[str, Any]) -> Answer:
+        """A part of a script as an answer; a select's winner ends the ids of its prompt."""
+        return self._whole(event, None)
 
     def _scores(self, lists: Sequence[Ids], start: int) -> list[dict[str, Any]]:
         body = {

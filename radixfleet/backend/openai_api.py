@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from radixfleet.backend.base import Answer, Message, OptionScores, Prompt
+from radixfleet.backend.base import Answer, Message, News, OptionScores, Prompt, Step
 from radixfleet.backend.errors import BackendError, Unsupported
 from radixfleet.backend.http import HttpServer
 from radixfleet.backend.sampling import Sampling
@@ -90,6 +90,11 @@ class OpenAI:
             raise BackendError(f"{self._http.base_url} ended its stream before the answer was complete")
         yield Answer(text, {"finish_reason": {"type": finish}})
 
+    has_scripts = False
+
+    def script(self, prompt: Prompt, steps: Sequence[Step], tag: str, *, deltas: bool) -> Iterator[News]:
+        raise Unsupported("OpenAI's API has no scripts")
+
     def abort(self, tag: str) -> None:
         """Such requests have no names; the connection ends with them."""
 
@@ -127,6 +132,12 @@ class OpenAI:
     def prefill(self, prompt: Prompt) -> tuple[int, ...] | None:
         """There is no such request; these servers cache on their own."""
         return None
+
+    def pin(self, prompt: Prompt, name: str) -> None:
+        """These servers keep what they like."""
+
+    def unpin(self, name: str) -> None:
+        """There is nothing to end."""
 
     def render(self, roles: tuple[str, ...], contents: tuple[str, ...], generation_prompt: bool) -> str | None:
         """The server applies the template itself."""

@@ -5,12 +5,15 @@ Leaves single runs to execution.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
+from radixfleet.backend.base import Backend
 from radixfleet.backend.errors import BackendError
 from radixfleet.lang import compiled
 from radixfleet.lang.defaults import global_config
@@ -64,21 +67,43 @@ def run(
         return
     threads = max(_LEAST_THREADS, _THREADS_PER_CPU * (os.cpu_count() or 1)) if num_threads == "auto" else num_threads
     window = _AHEAD + threads if lazy else len(items)
-    order = _prepare(program, settings, items, window)
     states: list[ProgramState] = []
     failures: dict[int, BaseException] = {}
     progress = _Progress(len(items), progress_bar)
-    for state, failure in _finished(program, settings, items, order, threads, window):
-        if failure is not None:
-            failures[len(states)] = failure
-        states.append(state)
-        progress.step()
-        yield state
+    with _Pin(settings.backend) as pin:
+        order = _prepare(program, settings, items, window, pin)
+        for state, failure in _finished(program, settings, items, order, threads, window):
+            if failure is not None:
+                failures[len(states)] = failure
+            states.append(state)
+            progress.step()
+            yield state
     if failures and not keep:
         raise BatchError(states, failures)
 
 
-def _prepare(program: Program, settings: Settings, items: list[dict[str, Any]], window: int) -> list[int]:
+class _Pin:
+    """What all items of a batch start with stays cached until the batch has ended, however it ends."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._name = f"batch-{uuid.uuid4().hex}"
+        self._made = False
+
+    def compute(self, graph: Graph) -> None:
+        """Raises BackendError."""
+        self._made = compiled.compute_prefix(graph, self._backend, self._name)
+
+    def __enter__(self) -> _Pin:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._made:
+            with contextlib.suppress(BackendError):  # a server that is gone holds nothing
+                self._backend.unpin(self._name)
+
+
+def _prepare(program: Program, settings: Settings, items: list[dict[str, Any]], window: int, pin: _Pin) -> list[int]:
     """Compute what all items start with; returns the order in which items start."""
     order = list(range(len(items)))
     options = settings.options
@@ -89,7 +114,7 @@ def _prepare(program: Program, settings: Settings, items: list[dict[str, Any]], 
     graph = compiled.graph_of(program, shared, settings.sampling, more=later)
     if options.prefix and global_config.enable_precache_with_tracing:
         try:
-            compiled.compute_prefix(graph, settings.backend)
+            pin.compute(graph)
         except BackendError:
             return order  # the items will meet the same, and tell
     if options.order:

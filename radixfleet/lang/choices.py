@@ -97,6 +97,16 @@ token_length_normalized = _TokenLengthNormalized()
 greedy_token_selection = _GreedyTokenSelection()
 unconditional_likelihood_normalized = _UnconditionalLikelihoodNormalized()
 
+_SERVER_METHODS: tuple[tuple[ChoicesMethod, str], ...] = (
+    (token_length_normalized, "token_length_normalized"),
+    (greedy_token_selection, "greedy_token_selection"),
+)
+
+
+def server_name(method: ChoicesMethod) -> str | None:
+    """What servers call a method that they can apply themselves."""
+    return next((name for known, name in _SERVER_METHODS if known is method), None)
+
 
 def values(rows: Sequence[Row]) -> list[float]:
     """Log-probabilities of the rows that have one."""

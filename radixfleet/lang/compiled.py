@@ -66,11 +66,15 @@ def graph_of(
     return tracer.trace(program.function, arguments, {**bindings, **later}, sampling, merge=merge)
 
 
-def compute_prefix(graph: Graph, backend: Backend) -> bool:
-    """Compute and cache a graph's constant prefix. False where it is too short to be worth it."""
+def compute_prefix(graph: Graph, backend: Backend, pin: str = "") -> bool:
+    """Compute and cache a graph's constant prefix, under `pin` until that is ended. False where it is too short."""
     if len(graph.prefix_text) < WORTH_A_REQUEST:
         return False
     executor = Executor(Run(backend, Sampling(), inline=True))
     executor.submit(list(graph.prefix))
-    backend.prefill(executor.transcript.prompt())
+    prompt = executor.transcript.prompt()
+    if pin:
+        backend.pin(prompt, pin)
+    else:
+        backend.prefill(prompt)
     return True

@@ -12,9 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from radixfleet.backend.base import Answer
-from radixfleet.lang import calls, reasoning, roles
+from radixfleet.lang import calls, chain, reasoning, roles
 from radixfleet.lang.choices import ChoicesDecision, mean, values
 from radixfleet.lang.errors import LanguageError
+from radixfleet.lang.feed import Feed
 from radixfleet.lang.ir import (
     ApiCall,
     Assign,
@@ -40,18 +41,51 @@ PendingCall = Future[str]
 
 def evaluate(state: Executor, items: Sequence[Any]) -> None:
     """Evaluate in order; texts and expressions as `items_of` gives them."""
+    outer = state.following
     for index, item in enumerate(items):
         if state.run.cancelled:
             raise LanguageError("the program was cancelled")
+        state.following = [*items[index + 1 :], *outer]
         if isinstance(item, str):
             _text(state, item)
         elif isinstance(item, ApiCall):
-            more = any(isinstance(later, Gen | Select) for later in items[index + 1 :])
-            _api_call(state, item, more)
+            _api_call(state, item, more=any(isinstance(later, Gen | Select) for later in state.following))
+        elif isinstance(item, Gen | Select):
+            _work(state, item)
         else:
             _HANDLERS[type(item)](state, item)
-            if isinstance(item, Gen | Select):
-                start_calls(state, [*items[index + 1 :], *state.queued()])
+    state.following = outer
+
+
+def _work(state: Executor, item: Gen | Select) -> None:
+    """What the model has to do, in a request of its own or as a step of a script."""
+    if _known(state, item):
+        return
+    answer = _fed(state, item)
+    if isinstance(item, Gen):
+        _gen(state, item, answer)
+    else:
+        _select(state, item, answer)
+    start_calls(state, state.ahead(wait=False))
+
+
+def _fed(state: Executor, item: Gen | Select) -> Answer | None:
+    """The answer from a script; None where this expression needs a request of its own."""
+    options = state.run.options
+    if state.feed is None or item not in state.feed:
+        state.drop_feed()
+        if not (options.script and options.merge and state.run.backend.has_scripts):
+            return None
+        found, is_open = chain.find(state, [item, *state.ahead(wait=False)])
+        if is_open and not state.run.inline:
+            found, _ = chain.find(state, [item, *state.ahead()])
+        if not found.worth:
+            return None
+        state.feed = Feed(state, found)
+    answer = state.feed.take(lambda text: state.say(text, item.name))
+    if state.feed.done:
+        state.drop_feed()
+    return answer
 
 
 def start_calls(state: Executor, items: Sequence[Any]) -> None:
@@ -80,12 +114,12 @@ def _text(state: Executor, text: str, name: str | None = None) -> None:
         state.run.backend.prefill(state.transcript.prompt())
 
 
-def _gen(state: Executor, gen: Gen) -> None:
-    if _known(state, gen):
-        return
+def _gen(state: Executor, gen: Gen, answer: Answer | None) -> None:
     sampling = gen.sampling.over(state.run.sampling)
     prompt = state.transcript.prompt()
-    if state.run.stream and sampling.n in (None, 1):
+    if answer is not None:
+        state.say("", gen.name, answer.meta)
+    elif state.run.stream and sampling.n in (None, 1):
         answer = Answer("")
         shown = 0
         for answer in state.run.stream_answers(prompt, sampling):
@@ -103,14 +137,15 @@ def _gen(state: Executor, gen: Gen) -> None:
         state.set(gen.name, answer.text, answer.meta)
 
 
-def _select(state: Executor, select: Select) -> None:
-    if _known(state, select):
-        return
-    options = [_resolved(state, option) for option in select.options]
-    decision, answer = _decide(state, select, list(dict.fromkeys(options)))
+def _select(state: Executor, select: Select, answer: Answer | None) -> None:
+    if answer is not None:
+        decision = ChoicesDecision(answer.text, answer.meta)
+    else:
+        options = [_resolved(state, option) for option in select.options]
+        decision, answer = _decide(state, select, list(dict.fromkeys(options)))
+        state.say(decision.decision, select.name, decision.meta_info)
     state.transcript.append_answer(answer, decision.decision)
     state.values[select.number] = decision.decision
-    state.say(decision.decision, select.name, decision.meta_info)
     state.set(select.name, decision.decision, decision.meta_info)
 
 
@@ -279,8 +314,6 @@ def _mention(state: Executor, known: Known) -> None:
 
 
 _HANDLERS: dict[type, Callable[[Any, Any], None]] = {
-    Gen: _gen,
-    Select: _select,
     RoleBegin: _role_begin,
     RoleEnd: _role_end,
     ScopeBegin: _scope_begin,

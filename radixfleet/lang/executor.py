@@ -16,10 +16,13 @@ from typing import Any
 
 from radixfleet.lang import evaluate
 from radixfleet.lang.errors import LanguageError, UnsetVariable
+from radixfleet.lang.feed import Feed
 from radixfleet.lang.ir import items_of, names_set_by
 from radixfleet.lang.log import Chunk, Log
 from radixfleet.lang.run import Run
 from radixfleet.lang.transcript import Transcript
+
+LOOK_AHEAD_S = 0.05  # what an author may take to append the next step of a chain before it is done without that
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Executor:
         self.error: BaseException | None = None
         self.error_seen = False
         self.helpers: set[int] = set()  # threads at work for this state
+        self.following: list[Any] = []  # what comes after the expression at hand in the one that was appended
+        self.feed: Feed | None = None  # answers that come ahead of their expressions
         self._queue: deque[list[Any]] = deque()
         self._coming: Counter[str] = Counter()
         self._first = parent is None
@@ -63,6 +68,7 @@ class Executor:
             if self.run.cancelled:
                 return
             self._queue.append(items)
+            self.run.asked = False
             if not self.run.inline and not self._active:
                 self._active = True
                 self._thread = threading.Thread(target=self._drain, name="radixfleet-program", daemon=True)
@@ -77,15 +83,30 @@ class Executor:
         with self.run.changed:
             return [item for items in self._queue for item in items]
 
+    def ahead(self, *, wait: bool = True) -> list[Any]:
+        """What comes after the expression at hand, so far.
+
+        `wait`: first give the author the time to append more, until he waits for something himself.
+        """
+        if wait and not self.run.inline:
+            with self.run.changed:
+                self.run.changed.wait_for(lambda: self.run.asked or self.run.cancelled, LOOK_AHEAD_S)
+        return [*self.following, *self.queued()]
+
     def read(self, name: str) -> Variable:
         """Wait for a variable. Raises UnsetVariable, or the error that keeps it from being set."""
         self._refuse_own_thread()
         with self.run.changed:
+            if not self._readable(name):
+                self.run.ask()
             while not self._readable(name):
                 self.run.changed.wait()
             return self.variables[name]
 
     async def read_async(self, name: str) -> Variable:
+        with self.run.changed:
+            if not self._readable(name):
+                self.run.ask()
         await self.log.wait_async(lambda: self._readable(name))
         return self.variables[name]
 
@@ -97,6 +118,7 @@ class Executor:
     def wait(self, timeout: float | None = None) -> None:
         """Until nothing is queued and no thread is left, or the seconds are over."""
         self._refuse_own_thread()
+        self.run.ask()
         while True:
             with self.run.changed:
                 thread = self._thread
@@ -141,6 +163,11 @@ class Executor:
         """Text for those who watch."""
         if text or meta:
             self.log.append(Chunk(text, name, meta or {}))
+
+    def ask_as_author(self) -> None:
+        """A stream is read; by the program itself, which appends nothing meanwhile, or by somebody else."""
+        if self.run.author == threading.get_ident():
+            self.run.ask()
 
     def ended(self, name: str | None) -> Callable[[], bool]:
         """For Log.follow: whether no more text comes (for a variable). Raises what went wrong."""
@@ -200,10 +227,17 @@ class Executor:
             self._evaluate_next()
         self.log.wake()
 
+    def drop_feed(self) -> None:
+        """Ask for no more answers ahead."""
+        feed, self.feed = self.feed, None
+        if feed is not None:
+            feed.close()
+
     def _evaluate_next(self) -> None:
         with self.run.changed:
             items = self._queue.popleft()
         try:
             evaluate.evaluate(self, items)
         except BaseException as error:  # whoever reads next raises it; nothing may wait for ever
+            self.drop_feed()
             self.fail(error)

@@ -42,6 +42,7 @@ def _findings(graph: Graph) -> list[tuple[str, str]]:
         ("tail", _tail(graph)),
         ("order", _order(graph)),
         ("select", _select(graph)),
+        ("script", _script(graph)),
     ]
 
 
@@ -91,6 +92,13 @@ def _select(graph: Graph) -> str:
         return "no select"
     options = sum(node.options for node in selects)
     return f"{options} options are scored in {len(selects)} requests"
+
+
+def _script(graph: Graph) -> str:
+    chains = [chain for chain in graph.chains() if len(chain) > 1]
+    if not chains:
+        return "no generation goes on from another one without this process in between"
+    return "one request for each chain: " + "; ".join(" - ".join(node.label for node in chain) for chain in chains)
 
 
 def summary(graph: Graph) -> str:

@@ -29,6 +29,7 @@ class Node:
     pieces: int = 1  # constants that became this one
     repeatable: bool = False  # asking twice gives the same answer
     options: int = 0  # of a select
+    is_mention: bool = False  # a value that is repeated where it stands, without the program's reading it
 
 
 @dataclass(eq=False)
@@ -59,6 +60,17 @@ class Graph:
             if node.kind in WORK:
                 levels.setdefault(own, []).append(node)
         return [levels[level] for level in sorted(levels)]
+
+    def chains(self) -> list[list[Node]]:
+        """Generations and selects that need nothing but text between one and the next."""
+        chains: dict[int, list[Node]] = {}  # by the last node of each
+        for node in self.of_kind("gen", "select"):
+            before = self.nodes[node.after[0]] if len(node.after) == 1 else None
+            while before is not None and (before.kind in ("constant", "template", "argument") or before.is_mention):
+                before = self.nodes[before.after[0]] if len(before.after) == 1 else None
+            chain = chains.pop(before.number, []) if before is not None else []
+            chains[node.number] = [*chain, node]
+        return list(chains.values())
 
     def edges(self) -> Iterator[tuple[int, int, bool]]:
         """(from, to, whether it is a value rather than text)."""

@@ -18,6 +18,7 @@ class Optimizations:
     tail: bool = True  # compute text ahead while the program waits for a call
     order: bool = True  # start items that share the longest prefixes one after another
     select: bool = True  # score all options of a select in one request
+    script: bool = True  # run a chain of generations and constants as one request, where the server can
 
     @classmethod
     def none(cls) -> Optimizations:

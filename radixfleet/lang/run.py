@@ -41,6 +41,7 @@ class Run:
         self.changed = threading.Condition()
         self.author: int | None = None
         self.cancelled = False
+        self.asked = False  # the author waits for something: nothing more is appended before it is there
         self.used_bindings: set[str] = set()
         self._executors: list[Executor] = []
         self._tags: set[str] = set()
@@ -53,7 +54,7 @@ class Run:
         """One generation; an identical repeatable one of the batch is not asked for twice."""
 
         def ask() -> Answer:
-            with self._tagged() as tag:
+            with self.tagged() as tag:
                 return self.backend.generate(prompt, sampling, tag)
 
         return self.share(prompt, sampling, ask) if sampling.repeatable else ask()
@@ -69,8 +70,14 @@ class Run:
         return self.shared.once((prompt_key(prompt), what), work)
 
     def stream_answers(self, prompt: Prompt, sampling: Sampling) -> Iterator[Answer]:
-        with self._tagged() as tag:
+        with self.tagged() as tag:
             yield from self.backend.stream(prompt, sampling, tag)
+
+    def ask(self) -> None:
+        """The author waits: whoever hopes for more to be appended need not any longer."""
+        with self.changed:
+            self.asked = True
+            self.changed.notify_all()
 
     def wait(self) -> None:
         """Until everything submitted was evaluated. Forks may start forks, hence the loop."""
@@ -105,7 +112,8 @@ class Run:
             return  # a server that is gone has ended the request, too
 
     @contextmanager
-    def _tagged(self) -> Iterator[str]:
+    def tagged(self) -> Iterator[str]:
+        """A name for one request, by which `cancel` ends it."""
         tag = uuid.uuid4().hex
         with self.changed:
             if self.cancelled:

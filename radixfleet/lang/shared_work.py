@@ -6,12 +6,13 @@ Only repeatable work may be shared; who decides that is run. A failure is never 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from itertools import groupby
 from typing import Any, TypeVar, cast
 
 from radixfleet.backend.base import IdsPart, Prompt, TextPart
+from radixfleet.backend.errors import BackendError
 
 T = TypeVar("T")
 
@@ -37,6 +38,35 @@ class SharedWork:
         with self._lock:
             self.reused += 1
         return cast(T, known.result())
+
+    def claim(self, keys: Sequence[Hashable]) -> list[tuple[Future[Any], bool]]:
+        """For each key its future, and whether it is the caller's to fulfil; keys go from first to last step.
+
+        Once one is the caller's all later ones are, too.
+        """
+        claimed: list[tuple[Future[Any], bool]] = []
+        is_ours = False
+        with self._lock:
+            for key in keys:
+                known = self._results.get(key)
+                is_ours = is_ours or known is None
+                future: Future[Any] = known if known is not None and not is_ours else Future()
+                if known is None:
+                    self._results[key] = future
+                claimed.append((future, is_ours))
+        return claimed
+
+    def withdraw(self, key: Hashable, future: Future[Any]) -> None:
+        """What was claimed does not come: whoever waits for it has to do without."""
+        with self._lock:
+            if self._results.get(key) is future:
+                del self._results[key]
+        if not future.done():
+            future.set_exception(BackendError("the work was given up by the item that did it"))
+
+    def count_reuse(self) -> None:
+        with self._lock:
+            self.reused += 1
 
     def _do(self, key: Hashable, mine: Future[T], work: Callable[[], T]) -> T:
         try:

@@ -118,6 +118,7 @@ class ProgramState:
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:
         """Text as it appears, of everything or of one variable. Raises what goes wrong on the way."""
         executor = self._executor
+        executor.ask_as_author()
         for chunk in executor.log.follow(executor.ended(var_name)):
             if chunk.text and var_name in (None, chunk.name):
                 yield chunk.text
@@ -125,6 +126,7 @@ class ProgramState:
     async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
         """The same in an event loop; with `return_meta_data` pairs of text and what the server told so far."""
         executor = self._executor
+        executor.ask_as_author()
         async for chunk in executor.log.follow_async(executor.ended(var_name)):
             if var_name not in (None, chunk.name):
                 continue

@@ -219,7 +219,8 @@ class TracedState:
             self._mention(item)
         elif item.number in tracer.node_of:
             at = tracer.node_of[item.number]
-            self._last = (tracer.add("value", item.name or "value", item.name, after=self._last, uses=(at,)),)
+            value = tracer.add("value", item.name or "value", item.name, after=self._last, uses=(at,), is_mention=True)
+            self._last = (value,)
         else:
             self._last = (self._work(item),)
 

@@ -11,10 +11,12 @@ from radixfleet import RuntimeEndpoint, set_default_backend
 from tests.radixfleet.fake_model_server import FakeServer, fake_model_server, wait_until
 
 
-@pytest.fixture
-def fake() -> Iterator[FakeServer]:
-    """The default backend of the test; afterwards no thread of a program is left."""
+@pytest.fixture(params=[True, None], ids=["scripts", "requests"])
+def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    """The default backend: a server with scripts, and one without. Afterwards no thread of a program is left."""
+    monkeypatch.setattr("radixfleet.lang.executor.LOOK_AHEAD_S", 3.0)  # chains do not depend on the machine's load
     with fake_model_server() as server:
+        server.scripts = request.param
         endpoint = RuntimeEndpoint(server.url, timeout=20)
         set_default_backend(endpoint)
         yield server

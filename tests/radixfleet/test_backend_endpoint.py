@@ -141,7 +141,7 @@ def test_texts_are_tokenised_once(fake: FakeServer) -> None:
     prompt = Prompt((IdsPart((0,), "x"), TextPart(" again")))
     for _ in range(3):
         endpoint.generate(prompt, Sampling(), "tag")
-    assert len(fake.calls("/tokenize")) == 1
+    assert len(fake.calls("/tokenize")) == (1 if fake.scripts is None else 0)  # ours tokenises mixed prompts itself
     endpoint.close()
 
 

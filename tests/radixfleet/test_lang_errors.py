@@ -72,7 +72,8 @@ def test_a_read_raises_what_keeps_the_value_away(fake: FakeServer) -> None:
         state += "more"
 
 
-def test_exception_of_the_function(fake: FakeServer) -> None:
+def test_exception_of_the_function(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixfleet.lang.executor.LOOK_AHEAD_S", 0.01)
     release = threading.Event()
     fake.delay = lambda prompt: release.wait(20) and None
 

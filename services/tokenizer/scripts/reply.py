@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import msgspec
 import structlog
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -97,7 +98,7 @@ class ScriptReply(Response):
                 event = following
             yield sse.event({"meta_info": self._totals()}) + sse.DONE
         except ApiError as failure:
-            yield sse.error(failure) + sse.DONE
+            yield _failed(failure) + sse.DONE
         finally:
             silence.close()
 
@@ -124,3 +125,10 @@ class ScriptReply(Response):
             **{name: sum(meta[name] for meta in metas) for name in names},
             "e2e_latency": time.monotonic() - self._timer.started,
         }
+
+
+def _failed(failure: ApiError) -> bytes:
+    """A failure in mid-stream, in the usual envelope, with the status it would have had before."""
+    body = msgspec.json.decode(failure.body())
+    body["error"]["status"] = failure.status
+    return sse.event(body)
