@@ -8,7 +8,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from services.tokenizer import schema
+from services.tokenizer import openapi_answers, schema
 from services.tokenizer.errors import ErrorBody
 
 BODIES: list[type[msgspec.Struct]] = [  # and whatever `takes` is told
@@ -29,21 +29,10 @@ def takes(kind: type[msgspec.Struct], *, optional: bool = False) -> dict[str, An
     """`openapi_extra` of a route that reads `kind` from its body."""
     if kind not in BODIES:
         BODIES.append(kind)
-    failure = {"application/json": {"schema": {"$ref": _REF.format(name="ErrorBody")}}}
     return {
         "requestBody": {
             "required": not optional,
             "content": {"application/json": {"schema": {"$ref": _REF.format(name=kind.__name__)}}},
-        },
-        "responses": {
-            code: {"description": text, "content": failure}
-            for code, text in (
-                ("400", "The request is not valid"),
-                ("404", "No such model"),
-                ("413", "The body is too large"),
-                ("429", "The queue is full"),
-                ("503", "Not ready"),
-            )
         },
     }
 
@@ -56,6 +45,7 @@ def install(app: FastAPI) -> None:
         if app.openapi_schema is None:
             described = get_openapi(title=app.title, version=app.version, routes=app.routes)
             described.setdefault("components", {}).setdefault("schemas", {}).update(components)
+            openapi_answers.complete(described)
             app.openapi_schema = described
         return app.openapi_schema
 
