@@ -18,10 +18,12 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
+from services.tokenizer import calls
 from services.tokenizer.chat_template import ChatTemplate, TemplateFailure, with_reasoning_aliases
 from services.tokenizer.errors import invalid, too_long, unavailable
 from services.tokenizer.literal import LiteralMarker, SpecialToken
 from services.tokenizer.model_folder import ModelFolder
+from services.tokenizer.prompt_cache import PromptCache
 from services.tokenizer.vocabulary import Vocabulary
 
 R = TypeVar("R")
@@ -39,6 +41,7 @@ class TextEngine:
         self._tokenizer = Tokenizer.from_str(source)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._cache = PromptCache(self._tokenizer, source)
         self._literal = _LiteralTwin(source)
         added = self._tokenizer.get_added_tokens_decoder()
         specials = [SpecialToken(i, t.content, t.lstrip, t.rstrip) for i, t in added.items() if t.special]
@@ -79,11 +82,13 @@ class TextEngine:
         self, text: str, limit: int, param: str, *, parse_special: bool = True, add_special_tokens: bool = True
     ) -> array[int]:
         """Ids of one text. Raises ApiError where it cannot fit `limit` tokens, before encoding it."""
-        tokenizer = self._tokenizer if parse_special else self._literal.first
+        isolation = calls.current().isolation
 
         def work() -> array[int]:
             self._refuse_hopeless(text, limit, param)
-            return _encode(tokenizer, text, add_special_tokens)
+            if parse_special:
+                return self._cache.encode(text, add_special_tokens, isolation)
+            return _encode(self._literal.first, text, add_special_tokens)
 
         return await self.run(work)
 
@@ -99,7 +104,8 @@ class TextEngine:
     ) -> array[int]:
         """Ids of a rendered conversation. Raises ApiError with the template's own words where it refuses."""
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        return await self._with_template(self._encode_chat, messages, tools, dict(extra), limit, options)
+        isolation = calls.current().isolation
+        return await self._with_template(self._encode_chat, messages, tools, dict(extra), limit, options, isolation)
 
     async def render_chat(
         self,
@@ -136,6 +142,7 @@ class TextEngine:
         extra: dict[str, Any],
         limit: int,
         options: dict[str, bool],
+        isolation: str = "",
     ) -> array[int]:
         messages = [with_reasoning_aliases(message) for message in messages]
         content = [messages, tools, extra]
@@ -144,7 +151,7 @@ class TextEngine:
             messages, tools, extra = self._marker.mark(content, marks)
         text = self._render_chat(messages, tools, extra, limit, options)
         if marks is None:
-            return _encode(self._tokenizer, text, False)
+            return self._cache.encode(text, False, isolation)
         return self._encode_pieces(self._marker.split(text, marks))
 
     def _render_chat(
