@@ -17,6 +17,7 @@ from shared.messages.request import Constraint
 
 KIND: Literal["structural_tag"] = "structural_tag"
 _PLACE = re.compile(r"#/format\S*?(?=: )")
+_ANSWER = re.compile(r"#/format/elements/[1-9]/(json_schema|pattern|grammar)")  # the answer's form stands last
 _TAG = re.compile(r"/tags/(\d+)/")
 
 
@@ -66,4 +67,5 @@ def explain(error: ApiError, box: Toolbox | None) -> ApiError:
         param = f"{box.allowed[int(tags[-1])].param}.parameters"
         inner = place[0].partition("/json_schema")[2] if place is not None else ""
         return ApiError(error.status, f"{param}{inner}: {reason}", param=param, code=error.code)
-    return ApiError(error.status, f"tools: {reason}", param="tools", code=error.code)
+    param = "response_format" if place is not None and _ANSWER.match(place[0]) else "tools"
+    return ApiError(error.status, f"{param}: {reason}", param=param, code=error.code)
