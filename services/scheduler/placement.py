@@ -17,7 +17,6 @@ from shared.clock import Clock
 
 PLACED_FOR_S = 0.05
 """A choice is not made again in each turn while its worker is busy with the steps it has."""
-WAITED_FOR_S = 0.01
 MAX_EXAMINED = 64
 """Waiting requests looked at in one turn beyond the open seats."""
 
@@ -88,7 +87,7 @@ class Placement:
     def _recent(self, request: Request, rooms: Mapping[Worker, Room], now: float) -> Placed | None:
         """The last choice, while it is fresh and still possible."""
         placed = request.placement
-        if placed is None or now - placed.at > (WAITED_FOR_S if placed.wait else PLACED_FOR_S):
+        if placed is None or placed.wait or now - placed.at > PLACED_FOR_S:
             return None
         room = rooms.get(placed.worker)
         return placed if room is not None and room.has_room(placed.pages) else None

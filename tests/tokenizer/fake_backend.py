@@ -60,6 +60,7 @@ class FakeBackend:
         self.beats: list[Heartbeat] = []
         self.operations: list[Operation] = []
         self.flush_ok = True
+        self.refuse = ""  # an operation
         self.reject: RequestRejected | None = None
         self.script: Callable[[GenerateRequest], Script] = self.default_script
         self.changes: dict[str, Any] = {}
@@ -188,7 +189,7 @@ class FakeBackend:
                 self.acked.extend(message.request_ids)
             case Operation():
                 self.operations.append(message)
-                ok = self.flush_ok or message.name != "flush_cache"
+                ok = (self.flush_ok or message.name != "flush_cache") and message.name != self.refuse
                 self.to_frontend(identity, OperationDone(message.nonce, ok, "" if ok else "2 requests are running"))
                 if message.name == "abort_all":
                     for request_id in [r.request_id for r in self.requests if r.request_id in self._tasks]:

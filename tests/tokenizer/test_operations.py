@@ -203,3 +203,14 @@ async def test_requests_are_logged_when_asked(launch: Launcher, capsys: Any) -> 
     said = capsys.readouterr()
     assert "id-7" in said.out + said.err
     assert "secret words" not in said.out + said.err
+
+
+async def test_a_worker_is_drained_by_name(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    answer = await client.post("/workers/w1/drain")
+    assert answer.status_code == 200
+    assert answer.json()["status"] == "ok"
+    assert [(o.name, o.argument) for o in backend.operations] == [("drain_worker", "w1")]
+    backend.refuse = "drain_worker"
+    answer = await client.post("/workers/nobody/drain")
+    assert answer.status_code == 404
+    assert (await client.get("/workers/w1/drain")).status_code == 405
