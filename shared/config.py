@@ -106,6 +106,10 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     worker_grace: float = 30.0  # how long requests wait while no worker is left
     heartbeat_timeout: float = 3.0
     step_timeout: float = 300.0
+    kv_events_endpoint: str = ""  # where changes of the radix tree are published; empty: nowhere
+    kv_events_replay_endpoint: str = ""  # where a subscriber asks for what it has missed
+    kv_events_topic: str = "kv-events"
+    kv_events_buffer: Positive = 10_000  # batches that can be asked for again
     ageing_seconds: float = 5.0  # under lpm a request waiting this long goes first
     transfer_timeout: float = 10.0  # seconds pages may be on their way to another worker
     recompute: bool = True  # off, for proofs: a request ends where cached pages could not be had

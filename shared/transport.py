@@ -213,6 +213,33 @@ class Server(_Socket[T]):
             self._on_message(frames[0], message, frames[2:])
 
 
+class RawServer(_Socket[None]):
+    """A bound ROUTER for frames in a protocol of others; `on_frames(identity, frames)` judges them itself."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        on_frames: Callable[[bytes, Frames], None],
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        super().__init__(zmq.ROUTER, None, context)
+        self._on_frames = on_frames
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.bind(endpoint)
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._start()
+
+    def send_frames(self, identity: bytes, *frames: Frame) -> None:
+        """Queue for one peer. Raises PeerGone or PeerBusy; never waits, never drops."""
+        self._send([identity, *frames])
+
+    def _deliver(self, frames: Frames) -> None:
+        if len(frames) < 2:
+            self._drop(frames[0], "no message")
+        else:
+            self._on_frames(frames[0], frames[1:])
+
+
 class Client(_Socket[T]):
     """A DEALER connected to one Server. `on_message(message, frames)` is called for each valid message.
 

@@ -11,6 +11,8 @@ from typing import Any
 import structlog
 
 from services.scheduler.core import Edges
+from services.scheduler.kv_events import KvEvents
+from services.scheduler.kv_publisher import KvPublisher
 from services.scheduler.scheduler import Handler, Scheduler
 from shared import curve, tenants
 from shared.clock import MonotonicClock
@@ -31,6 +33,7 @@ class SchedulerService:
         self._servers: list[Server[Any]] = []
         self._running: asyncio.Task[None] | None = None
         self.scheduler: Scheduler | None = None
+        self.kv_publisher: KvPublisher | None = None
 
     async def start(self) -> None:
         config = self._config
@@ -46,10 +49,19 @@ class SchedulerService:
         ports[0].connect(scheduler, handlers.from_tokenizer, core.frontends.probe)
         ports[1].connect(scheduler, handlers.from_detokenizer, core.probe_detokenizers)
         ports[2].connect(scheduler, handlers.from_worker, core.fleet.probe)
+        if config.kv_events_endpoint:
+            self._publish_kv_events(scheduler)
         self._running = asyncio.create_task(scheduler.run())
         scheduler.wake.set()
         core.compiling.start()
         log.info("scheduler listens", epoch=core.epoch, endpoints=[port.server.endpoint for port in ports])
+
+    def _publish_kv_events(self, scheduler: Scheduler) -> None:
+        config, core = self._config, scheduler.core
+        self.kv_publisher = KvPublisher(
+            config.kv_events_endpoint, config.kv_events_replay_endpoint, config.kv_events_topic, config.kv_events_buffer
+        )
+        core.tree.observer = core.kv_events = KvEvents(config.page_size, self.kv_publisher.publish)
 
     async def drain(self) -> None:
         assert self.scheduler is not None
@@ -69,6 +81,8 @@ class SchedulerService:
             self.scheduler.core.masking.close()
         for server in self._servers:
             server.close()
+        if self.kv_publisher is not None:
+            self.kv_publisher.close()
 
     def heartbeat(self) -> None:
         assert self.scheduler is not None

@@ -9,6 +9,7 @@ from services.scheduler.door import Door
 from services.scheduler.edge import Edge
 from services.scheduler.fleet import Fleet
 from services.scheduler.frontends import Frontends
+from services.scheduler.kv_events import KvEvents
 from services.scheduler.lifecycle import Lifecycle, abort, error
 from services.scheduler.masking import Masking, Post
 from services.scheduler.metrics import Metrics
@@ -51,6 +52,7 @@ class Core:
         self.clock = clock
         self.metrics = Metrics(clock, config.decode_log_interval)
         self.tree = RadixTree(config.page_size, enabled=not config.disable_radix_cache)
+        self.kv_events: KvEvents | None = None  # set, before workers join, where somebody wants them
         self.pins = Pins(self.tree, clock)
         self.seats = Seats(self.tree, self.metrics, self.pins)
         self.outbox = Outbox(edges.detokenizers, epoch, self.metrics, clock)

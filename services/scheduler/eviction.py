@@ -7,6 +7,8 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING
 
+from services.scheduler.tree_observer import TreeObserver
+
 if TYPE_CHECKING:
     from services.scheduler.lease import Lease
     from services.scheduler.node import Copy
@@ -21,8 +23,9 @@ class WorkerCache:
     it is pushed again when it surfaces) or dead (then it is dropped), so touching a copy costs nothing.
     """
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self, worker: str, observer: TreeObserver | None = None) -> None:
         self.worker = worker
+        self.observer = observer
         self.alive = True
         self.cached = 0  # pages
         self.evictable = 0  # pages in unlocked copies, less the pinned ones
@@ -74,6 +77,8 @@ class WorkerCache:
         if copy.queued:
             self._dead += 1
             self._shrink()
+        if self.observer is not None:
+            self.observer.removed(self.worker, pages)
         return pages
 
     def trimmed(self, copy: Copy, keep: int) -> array[int]:
@@ -83,6 +88,8 @@ class WorkerCache:
         self.cached -= len(pages)
         self.evictable -= len(pages)
         self.offer(copy)
+        if self.observer is not None:
+            self.observer.removed(self.worker, pages)
         return pages
 
     def offer(self, copy: Copy) -> None:

@@ -168,6 +168,8 @@ class Handlers:
         if step is None:
             return
         core.migration.rates.computed(worker, step, message.forward_ms)
+        if core.kv_events is not None:
+            core.kv_events.step_done(worker.key, step.step_id)
         try:
             core.settler.settle(worker, step, message)
             core.masking.look(worker)

@@ -73,6 +73,7 @@ class Insertion:
         copy = lease.node.copies[self.cache.worker]
         done = min(store.room(copy), len(pages))
         if done:
+            self._tell(tokens[: done * store.page_bytes], pages[:done])
             store.grow(copy, tokens[: done * store.page_bytes], pages[:done], self.cache)
             copy.last_used = self.stamp
             copy.ready_step = max(copy.ready_step, self.ready_step)
@@ -95,9 +96,18 @@ class Insertion:
         lease.tail_tokens = len(rest) // TOKEN_BYTES
 
     def _link(self, tokens: bytes, pages: array[int]) -> None:
+        self._tell(tokens, pages)
         copy = self._copy(pages)
         self.lease.node = self.store.link(self.lease.node, tokens, copy, self.cache)
         self.lease.pages += pages
+
+    def _tell(self, tokens: bytes, pages: array[int]) -> None:
+        """These pages are about to follow the lease's node."""
+        observer, worker = self.cache.observer, self.cache.worker
+        if observer is not None:
+            above = self.lease.node.copies[worker].pages
+            before = above[-1] if above else -1
+            observer.stored(worker, self.lease.namespace, before, tokens, pages, self.ready_step)
 
     def _copy(self, pages: array[int]) -> Copy:
         """A copy locked by this lease."""

@@ -21,6 +21,7 @@ from services.scheduler.matching import find_hits
 from services.scheduler.node import TOKEN_BYTES, Copy, Node
 from services.scheduler.node_store import NodeStore
 from services.scheduler.tree_check import audit
+from services.scheduler.tree_observer import TreeObserver
 
 __all__ = ["Hit", "Lease", "Match", "RadixTree"]
 
@@ -36,6 +37,7 @@ class RadixTree:
             raise ValueError(f"page_size is {page_size}")
         self.page_size = page_size
         self.enabled = enabled
+        self.observer: TreeObserver | None = None  # to be set before the first worker joins
         self._store = NodeStore(page_size)
         self._caches = self._store.caches
         self._clock = 0  # LRU stamps; grows with every call that changes anything
@@ -52,7 +54,9 @@ class RadixTree:
         """ValueError where it is known already."""
         if worker in self._caches:
             raise ValueError(f"worker {worker} is in the tree already")
-        self._caches[worker] = WorkerCache(worker)
+        self._caches[worker] = WorkerCache(worker, self.observer)
+        if self.observer is not None:
+            self.observer.joined(worker)
         self._clock += 1
 
     def drop_worker(self, worker: str) -> None:
@@ -61,6 +65,8 @@ class RadixTree:
         if cache is not None:
             cache.alive = False
             self._store.drop(cache)
+            if self.observer is not None:
+                self.observer.left(worker)
             self._clock += 1
 
     def match(self, namespace: bytes, tokens: bytes) -> Match:

@@ -90,6 +90,8 @@ class Scheduler:
         self._flush()
         if core.board.due_in() <= 0:
             core.frontends.broadcast(core.board.picture())
+        if core.kv_events is not None:
+            core.kv_events.flush()
         self._after_turn()
 
     def tick(self) -> None:
