@@ -171,7 +171,7 @@ class KvEvents:
         for block in kept:
             block.announced = True
         tokens = array("i", run.tokens[: len(kept) * self._page_size * TOKEN_BYTES])
-        extra = [(run.namespace.hex(),)] * len(kept) if run.namespace else None
+        extra: list[tuple[str, ...]] | None = [(run.namespace.hex(),)] * len(kept) if run.namespace else None
         hashes = [block.hash for block in kept]
         state.events.append(
             BlockStored(hashes, run.parent, tokens.tolist(), self._page_size, None, MEDIUM, None, extra)

@@ -36,7 +36,7 @@ class KvPublisher:
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(endpoint)
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._replay = RawServer(replay_endpoint, self._on_request) if replay_endpoint else None
         self.replay_endpoint = self._replay.endpoint if self._replay else ""
         if endpoint.startswith("tcp://"):
