@@ -74,7 +74,10 @@ class Watch:
             _, sequence, request_id = heapq.heappop(self._deadlines)
             request = self._lifecycle.requests.get(request_id)
             if request is not None and request.sequence == sequence:
-                self._lifecycle.finish(request, abort("timed out", 408 if request.admitted else 504))
+                if request.admitted:
+                    self._lifecycle.finish(request, abort("The request timed out while it was running.", 408))
+                else:
+                    self._lifecycle.finish(request, abort("The request timed out while it was waiting.", 504))
 
     def _check_detokenizers(self, now: float) -> None:
         for detokenizer in list(self._core.outbox.detokenizers.values()):

@@ -26,6 +26,7 @@ log = structlog.get_logger(__name__)
 
 INLINE_WEIGHT = 2000  # larger answers are put together in the thread pool
 ADMISSION_WAIT_S = 0.1  # a refusal that comes within this time is a status, not an event
+SCHEDULER_MARGIN_S = 1.0  # the scheduler ends what is overdue; where it is away, this process does
 COMPILE_WAIT_S = 10.0  # the same while a constraint may be compiled
 
 
@@ -84,7 +85,7 @@ class Exchange(Response):
         self._offload = offload
         self._gone = False
         self._explain: Callable[[ApiError], ApiError] = lambda error: error
-        self._fail: Callable[[ApiError], bytes] = lambda error: sse.error(error) + sse.DONE
+        self._fail: Callable[[ApiError], bytes] = self._usage_and_error
         self._settle: Callable[[], Awaitable[None]] | None = None
 
     def adapt(
@@ -105,13 +106,18 @@ class Exchange(Response):
         return self
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        overdue: asyncio.TimerHandle | None = None
         try:
             self._frontend.submit(self._group)
+            if left := self._group.time_left:
+                overdue = asyncio.get_running_loop().call_later(left + SCHEDULER_MARGIN_S, self._group.time_out)
             response = await self._stream() if self._streaming else await self._whole(receive)
             await response(scope, receive, send)
         except ClientGone:
             log.debug("client gone", request_ids=[s.request.request_id for s in self._group.streams])
         finally:
+            if overdue is not None:
+                overdue.cancel()
             self._frontend.close(self._group)
             self._timer.close(finished=all(s.done and s.error is None for s in self._group.streams))
 
@@ -165,6 +171,7 @@ class Exchange(Response):
                 await group.wait()
                 data, failure = self._gather()
                 if failure is not None:
+                    group.writing_since = time.monotonic()
                     yield data + self._fail(self._explain(failure))
                     return
                 if group.done and not group.has_news:
@@ -177,9 +184,14 @@ class Exchange(Response):
             data += self._answerer.end()
             if self._settle is not None:
                 await self._settle()
+            group.writing_since = time.monotonic()
             yield data
         finally:
             silence.close()
+
+    def _usage_and_error(self, error: ApiError) -> bytes:
+        """The counts first: clients stop reading at an error."""
+        return self._answerer.end().removesuffix(sse.DONE) + sse.error(error) + sse.DONE
 
     def _gather(self) -> tuple[bytes, ApiError | None]:
         """Everything that is new, for one write."""

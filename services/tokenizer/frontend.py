@@ -122,7 +122,7 @@ class Frontend:
 
     def close(self, group: Group) -> None:
         """Forget a group; what was sent and has not ended is aborted. Harmless a second time."""
-        unfinished = [stream.request.request_id for stream in self.streams.discard(group) if not stream.done]
+        unfinished = [stream.request.request_id for stream in self.streams.discard(group) if not stream.settled]
         if unfinished:
             self._queue(self._aborts, unfinished)
         if not len(self.streams):
@@ -173,10 +173,8 @@ class Frontend:
         return Heartbeat(self.service_id, self.incarnation, gauges=gauges, histograms=self.measurements.snapshots())
 
     def fail_all(self, error: ApiError) -> None:
-        """End every live stream; the scheduler is told to forget them."""
-        live = self.streams.live()
-        self._queue(self._aborts, [stream.request.request_id for stream in live])
-        for stream in live:
+        """End every live stream; the scheduler is told when their readers have gone."""
+        for stream in self.streams.live():
             stream.fail(error)
 
     def shut(self) -> None:
@@ -251,6 +249,7 @@ class Frontend:
             return
         if message.code == "rate_limited":
             self.limits.block(stream.request.tenant, message.retry_after_s, message.detail)
+        stream.settled = True
         stream.fail(from_rejection(message))
 
     def _on_text(self, message: TextChunks) -> None:

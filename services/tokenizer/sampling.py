@@ -152,8 +152,8 @@ def _top_k(value: int | None, name: str, defaults: Mapping[str, float], vocab: i
     if value is None:
         default = int(defaults.get("top_k", -1))
         return min(default, vocab) if default > 0 else -1
-    if value != -1:
-        validation.in_range(name, value, 1, vocab)
+    if value != -1 and not 1 <= value <= vocab:
+        raise invalid(f"{name} must be -1 (all) or from 1 to {vocab}, not {str(value)[:40]}.", name, "out_of_range")
     return value
 
 

@@ -20,7 +20,10 @@ _SEPARATORS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"
 
 def json_bytes(value: Any) -> bytes:
     """JSON in which no reader of lines finds a line end."""
-    data = _encoder.encode(value)
+    return _one_line(_encoder.encode(value))
+
+
+def _one_line(data: bytes) -> bytes:
     if not data.isascii():
         for raw, escaped in _SEPARATORS:
             data = data.replace(raw, escaped)
@@ -33,4 +36,4 @@ def event(value: Any) -> bytes:
 
 def error(failure: ApiError) -> bytes:
     """A failure in mid-stream, in the same envelope as everywhere."""
-    return b"data: " + failure.body() + b"\n\n"
+    return b"data: " + _one_line(failure.body()) + b"\n\n"

@@ -47,6 +47,7 @@ class Stream:
         "names",
         "request",
         "resubmitted",
+        "settled",
         "waiting",
     )
 
@@ -55,7 +56,8 @@ class Stream:
         self.group = group
         self.index = index
         self.names = names  # by which callers may abort it
-        self.done = False  # the scheduler has said its last word
+        self.done = False  # nothing more comes to the reader
+        self.settled = False  # the scheduler has said its last word; else it must be told when nobody waits any more
         self.error: ApiError | None = None
         self.resubmitted = False
         self.waiting = False  # in the group's queue of streams with news
@@ -93,7 +95,7 @@ class Stream:
         fresh.take_counts(chunk)
         self._fresh = fresh
         if chunk.finish is not None:
-            self.done = True
+            self.done = self.settled = True
             self.error = from_finish(chunk.finish)
         self.group.wake(self)
 
@@ -164,6 +166,16 @@ class Group:
         self.writer: asyncio.Task[object] | None = None
         self.writing_since: float | None = None  # when the write that still waits for its client began
 
+    @property
+    def time_left(self) -> float:
+        """Seconds its requests were given when they were sent; 0: any."""
+        return self.streams[0].request.deadline_s if self.streams else 0.0
+
+    def time_out(self) -> None:
+        """End what has not ended."""
+        for stream in self.streams:
+            stream.fail(ApiError(408 if stream.received else 504, "The request timed out."))
+
     def add(self, request: GenerateRequest, names: tuple[str, ...]) -> None:
         self.streams.append(Stream(request, self, len(self.streams), names))
 
@@ -204,11 +216,11 @@ class Group:
 
 
 class StreamTable:
-    """Live streams by request id and by the names their callers know."""
+    """Live streams by request id, and the names by which their callers know them: each is in use once."""
 
     def __init__(self) -> None:
         self._streams: dict[str, Stream] = {}
-        self._named: dict[tuple[str, str], list[Stream]] = {}  # by tenant and name
+        self._names: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -216,21 +228,21 @@ class StreamTable:
     def add(self, group: Group) -> None:
         """Raises ApiError where a name or request id is already in use; then nothing was added."""
         for stream in group.streams:
-            for name in stream.names:
-                if (stream.request.tenant, name) in self._named or stream.request.request_id in self._streams:
-                    raise ApiError(400, f"A request with the id {name!r} is running.", param="rid", code="duplicate_id")
+            for name in (stream.request.request_id, *_names_of(stream)):
+                if name in self._streams or name in self._names:
+                    shown = name.removeprefix(f"{stream.request.tenant}:")
+                    text = f"A request with the id {shown!r} is running."
+                    raise ApiError(400, text, param="rid", code="duplicate_id")
         for stream in group.streams:
             self._streams[stream.request.request_id] = stream
-            for name in stream.names:
-                self._named.setdefault((stream.request.tenant, name), []).append(stream)
+            self._names.update(_names_of(stream))
 
     def discard(self, group: Group) -> list[Stream]:
         """Forget a group; returns the streams that were here, none where it was never added."""
         gone = [s for s in group.streams if self._streams.get(s.request.request_id) is s]
         for stream in gone:
             del self._streams[stream.request.request_id]
-            for name in stream.names:
-                self._named.pop((stream.request.tenant, name), None)
+            self._names.difference_update(_names_of(stream))
         return gone
 
     def get(self, request_id: str) -> Stream | None:
@@ -241,3 +253,9 @@ class StreamTable:
 
     def groups(self) -> set[Group]:
         return {stream.group for stream in self._streams.values()}
+
+
+def _names_of(stream: Stream) -> list[str]:
+    """Its callers' names, set apart from those of other tenants as request ids are."""
+    tenant = stream.request.tenant
+    return [f"{tenant}:{name}" if tenant else name for name in stream.names]

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from services.tokenizer import fields
 from services.tokenizer.errors import ApiError, invalid
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ def decode(body: bytes, kind: type[T], refused: Mapping[str, str]) -> tuple[T, l
         raise bad_shape(error) from None
     except (ValueError, RecursionError) as error:
         raise invalid(f"The body is not valid JSON: {error}", code="invalid_json") from None
-    return value, sorted(raw.keys() - known_fields(kind) - refused.keys())
+    return value, fields.unknown(raw, kind, refused)
 
 
 def convert(value: dict[str, Any], kind: type[T], refused: Mapping[str, str], path: str) -> tuple[T, list[str]]:

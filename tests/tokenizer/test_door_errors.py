@@ -128,7 +128,7 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str | None, str | None]] = [
     (complete(choice="a"), "choice", "invalid_type"),
     (complete(prompt=["a"] * 600), "n", "out_of_range"),
     (("/generate", {}), "text", "missing_required_parameter"),
-    (generate(input_ids=[1]), "text", "missing_required_parameter"),
+    (generate(input_ids=[1]), "input_ids", "invalid_value"),
     (("/generate", {"input_ids": []}), "input_ids", "empty_prompt"),
     (("/generate", {"input_ids": [[]]}), "input_ids", "empty_prompt"),
     (("/generate", {"input_ids": [2**63]}), "input_ids", "out_of_range"),

@@ -216,8 +216,10 @@ class _Generation:
 def _prompts_of(wishes: GenerateBody) -> tuple[list[Text], bool]:
     """The prompts of the request, and whether they came as a batch."""
     given = [name for name in ("text", "input_ids", "prompt_parts") if getattr(wishes, name) is not None]
-    if len(given) != 1:
-        raise invalid("Give either text or input_ids, or prompt_parts.", "text", "missing_required_parameter")
+    if not given:
+        raise invalid("Give text, input_ids or prompt_parts.", "text", "missing_required_parameter")
+    if len(given) > 1:
+        raise invalid(f"{' and '.join(given)} cannot be used together.", given[1], "invalid_value")
     if wishes.prompt_parts is not None:
         return [""], False
     if wishes.text is not None:

@@ -184,7 +184,7 @@ def _command(routes: APIRouter, context: Context) -> None:
     @routes.post("/abort_request", openapi_extra=takes(AbortBody))
     async def abort_request(request: Request) -> Response:
         """End the request with exactly this id, or all of them; unknown ids are no error."""
-        wishes, _ = await body.read(request, context, AbortBody, {})
+        wishes, unknown = await body.read(request, context, AbortBody, {})
         if wishes.abort_all:
             calls.current().check_abort_all()
             await context.frontend.operate("abort_all")
@@ -192,7 +192,7 @@ def _command(routes: APIRouter, context: Context) -> None:
             context.frontend.abort(wishes.rid)
         else:
             raise invalid("Give rid or abort_all.", "rid", "missing_required_parameter")
-        return Response(status_code=200)
+        return Response(status_code=200, headers=context.ignored(unknown))
 
 
 def _named(message: msgspec.Struct) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""One layer for all bodies: unknown fields at any depth, strictness, text that is none, ranges in the message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.tokenizer.conftest import Launcher
+from tests.tokenizer.fake_backend import FakeBackend
+from tests.tokenizer.tiny_folder import VOCAB_SIZE
+
+MESSAGES = [{"role": "user", "content": "hello", "extra": {"in": "a message"}}]
+GOOD: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "hello", "sampling_params": {"max_new_tokens": 1}},
+    "/v1/completions": {"prompt": "hello", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
+    "/tokenize": {"prompt": "hello"},
+    "/detokenize": {"tokens": [5]},
+    "/apply_chat_template": {"messages": MESSAGES},
+    "/abort_request": {"rid": "x"},
+}
+NESTED: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("/generate", {"sampling_params": {"max_new_tokens": 1, "wobble": 2}}, ["sampling_params.wobble"]),
+    ("/generate", {"wibble": 1, "sampling_params": {"wobble": 2}}, ["wibble", "sampling_params.wobble"]),
+    ("/v1/completions", {"stream": True, "stream_options": {"wobble": None}}, ["stream_options.wobble"]),
+    ("/v1/chat/completions", {"stream": True, "stream_options": {"a": 1, "b": {"c": 2}}}, ["stream_options.a"]),
+]
+HEADER = "x-radixfleet-ignored"
+
+
+@pytest.fixture
+async def strict(launch: Launcher) -> AsyncIterator[httpx.AsyncClient]:
+    service = await launch(strict_fields=True)
+    async with httpx.AsyncClient(base_url=service.url, timeout=20) as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", sorted(GOOD))
+async def test_unknown_fields_are_listed_on_every_route(client: httpx.AsyncClient, path: str) -> None:
+    answer = await client.post(path, json={**GOOD[path], "wibble": 1, "wobble": None})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[HEADER] == "wibble, wobble"
+    assert HEADER not in (await client.post(path, json=GOOD[path])).headers
+
+
+@pytest.mark.parametrize("path", sorted(GOOD))
+async def test_strictness_refuses_them_on_every_route(strict: httpx.AsyncClient, path: str) -> None:
+    answer = await strict.post(path, json={**GOOD[path], "wibble": 1, "wobble": None})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == ("wibble", "unknown_parameter")
+    assert "wibble, wobble" in error["message"]
+    assert (await strict.post(path, json=GOOD[path])).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "fields", "names"), NESTED)
+async def test_unknown_fields_inside_others(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any], names: list[str]
+) -> None:
+    answer = await client.post(path, json={**GOOD[path], **fields})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers[HEADER].startswith(", ".join(names))
+
+
+@pytest.mark.parametrize(("path", "fields", "names"), NESTED)
+async def test_strictness_looks_inside(
+    strict: httpx.AsyncClient, backend: FakeBackend, path: str, fields: dict[str, Any], names: list[str]
+) -> None:
+    answer = await strict.post(path, json={**GOOD[path], **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in names
+    assert backend.requests == []
+
+
+async def test_many_unknown_fields_make_a_short_header(client: httpx.AsyncClient, capsys: Any) -> None:
+    body = {**GOOD["/generate"], **{f"field_{i}" + "x" * 200: i for i in range(3000)}}
+    answer = await client.post("/generate", json=body)
+    assert answer.status_code == 200
+    assert len(answer.headers[HEADER]) < 4096
+    said = capsys.readouterr()
+    assert (said.out + said.err).count("unknown field ignored") <= 64
+    await client.post("/generate", json=body)
+    said = capsys.readouterr()
+    assert "unknown field ignored" not in said.out + said.err  # once each
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_half_characters_are_no_text(client: httpx.AsyncClient, backend: FakeBackend, stream: bool) -> None:
+    half = "\\ud83d"
+    bodies = {
+        "/generate": [f'{{"text": "{half}"', f'{{"text": ["a", "b{half}"]', f'{{"text": "a", "rid": "{half}"'],
+        "/v1/completions": [f'{{"prompt": "a{half}b"', f'{{"prompt": "a", "stop": ["{half}"]'],
+        "/v1/chat/completions": [
+            f'{{"messages": [{{"role": "user", "content": "{half}"}}]',
+            f'{{"messages": [{{"role": "user", "content": [{{"type": "text", "text": "{half}"}}]}}]',
+        ],
+        "/tokenize": [f'{{"prompt": "{half}"'],
+    }
+    for path, starts in bodies.items():
+        for start in starts:
+            end = f', "stream": {json.dumps(stream)}}}' if path != "/tokenize" else "}"
+            headers = {"content-type": "application/json"}
+            answer = await client.post(path, content=(start + end).encode(), headers=headers)
+            assert answer.status_code == 400, (path, start, answer.text)
+            assert answer.json()["error"]["code"] == "invalid_json"
+    raw = b'{"text": "\xed\xa0\xbd"}'  # the same as bytes
+    answer = await client.post("/generate", content=raw, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert backend.requests == []
+
+
+async def test_ranges_are_in_the_message(client: httpx.AsyncClient) -> None:
+    for path, body, param in (
+        ("/v1/completions", {"prompt": "x", "top_k": 10**7}, "top_k"),
+        ("/v1/completions", {"prompt": "x", "top_k": -5}, "top_k"),
+        ("/generate", {"text": "x", "sampling_params": {"top_k": 0}}, "sampling_params.top_k"),
+    ):
+        error = (await client.post(path, json=body)).json()["error"]
+        assert (error["param"], error["code"]) == (param, "out_of_range")
+        assert f"1 to {VOCAB_SIZE}" in error["message"]
+        assert "-1" in error["message"]
+
+
+async def test_text_and_ids_together_are_said_clearly(client: httpx.AsyncClient) -> None:
+    error = (await client.post("/generate", json={"text": "x", "input_ids": [1]})).json()["error"]
+    assert error["param"] in ("text", "input_ids")
+    assert "text" in error["message"]
+    assert "input_ids" in error["message"]
+    assert "together" in error["message"]
+    error = (await client.post("/generate", json={})).json()["error"]
+    assert error["code"] == "missing_required_parameter"
