@@ -14,13 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from radixfleet.lang import evaluate
 from radixfleet.lang.errors import LanguageError, UnsetVariable
+from radixfleet.lang.evaluate import evaluate
 from radixfleet.lang.feed import Feed
 from radixfleet.lang.ir import items_of, names_set_by
 from radixfleet.lang.log import Chunk, Log
 from radixfleet.lang.run import Run
 from radixfleet.lang.transcript import Transcript
+from radixfleet.lang.values import PendingCall, start_calls
 
 LOOK_AHEAD_S = 0.05  # what an author may take to append the next step of a chain before it is done without that
 
@@ -42,7 +43,7 @@ class Executor:
         self.transcript: Transcript = parent.transcript.copy() if parent else Transcript()
         self.variables: dict[str, Variable] = dict(parent.variables) if parent else {}
         self.values: dict[int, str] = dict(parent.values) if parent else {}  # by number of the expression
-        self.calls: dict[int, evaluate.PendingCall] = dict(parent.calls) if parent else {}
+        self.calls: dict[int, PendingCall] = dict(parent.calls) if parent else {}
         self.scopes: list[tuple[str, int]] = list(parent.scopes) if parent else []
         self.error: BaseException | None = None
         self.error_seen = False
@@ -62,7 +63,7 @@ class Executor:
         with self.run.changed:
             self._raise_error()
         if not self.run.cancelled:
-            evaluate.start_calls(self, items)
+            start_calls(self, items)
         with self.run.changed:
             self._coming.update(names_set_by(items))
             if self.run.cancelled:
@@ -77,6 +78,10 @@ class Executor:
             self._evaluate_next()
             with self.run.changed:
                 self._raise_error()
+
+    def evaluate(self, items: list[Any]) -> None:
+        """Evaluate now."""
+        evaluate(self, items)
 
     def queued(self) -> list[Any]:
         """What waits for its turn."""
@@ -237,7 +242,7 @@ class Executor:
         with self.run.changed:
             items = self._queue.popleft()
         try:
-            evaluate.evaluate(self, items)
+            self.evaluate(items)
         except BaseException as error:  # whoever reads next raises it; nothing may wait for ever
             self.drop_feed()
             self.fail(error)

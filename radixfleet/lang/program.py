@@ -91,38 +91,24 @@ class Program:
         self,
         batch_kwargs: Sequence[Mapping[str, Any] | Sequence[Any]],
         *,
-        max_new_tokens: int = 128,
-        n: int = 1,
-        stop: str | Sequence[str] | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        stop_regex: str | Sequence[str] | None = None,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = -1,
-        min_p: float = 0.0,
-        frequency_penalty: float = 0.0,
-        presence_penalty: float = 0.0,
-        ignore_eos: bool = False,
-        return_logprob: bool | None = None,
-        logprob_start_len: int | None = None,
-        top_logprobs_num: int | None = None,
-        return_text_in_logprobs: bool | None = None,
         backend: Any = None,
         num_threads: int | Literal["auto"] = "auto",
         progress_bar: bool = False,
         generator_style: bool = False,
-        repetition_penalty: float | None = None,
-        seed: int | None = None,
-        logit_bias: Mapping[Any, float] | None = None,
         optimize: Optimizations | bool | None = None,
         on_error: Literal["raise", "keep"] = "raise",
+        **wishes: Any,
     ) -> Any:
         """Run the program for each item (a mapping of arguments, or a tuple of them); states in the same order.
 
+        `wishes` are the sampling wishes of run(): max_new_tokens, temperature, stop, seed and so on.
         All items finish. Then BatchError tells of those that failed; with `on_error="keep"` their states raise when
         read. `generator_style` yields states as soon as they and all before them are done.
         """
-        sampling = _sampling(locals())
+        unknown = ", ".join(sorted(wishes.keys() - _WISHES.keys()))
+        if unknown:
+            raise TypeError(f"run_batch() got unexpected keyword arguments: {unknown}")
+        sampling = _sampling({**_WISHES, **wishes})
         settings = Settings(backend_or_default(backend), sampling, options=optimizations(optimize))
         items = batch.arguments_of(self, batch_kwargs)
         keep = on_error == "keep"
@@ -162,12 +148,7 @@ class Program:
 
     def _split_settings(self, kwargs: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
         """run()'s own keywords, its defaults applied, and the program's arguments."""
-        signature = inspect.signature(Program.run)
-        own = {
-            name: kwargs.get(name, parameter.default)
-            for name, parameter in signature.parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        }
+        own = {name: kwargs.get(name, default) for name, default in _RUN_DEFAULTS.items()}
         if own["stream"]:
             raise ValueError("run_async() returns finished states; for text as it comes use run(stream=True)")
         settings = Settings(
@@ -177,6 +158,18 @@ class Program:
             options=optimizations(own["optimize"]),
         )
         return settings, {name: value for name, value in kwargs.items() if name not in own}
+
+
+_RUN_DEFAULTS = {
+    parameter.name: parameter.default
+    for parameter in inspect.signature(Program.run).parameters.values()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+_WISHES = {
+    name: default
+    for name, default in _RUN_DEFAULTS.items()
+    if name not in ("stream", "backend", "use_thread", "optimize")
+}
 
 
 @overload

@@ -29,6 +29,7 @@ from radixfleet.lang.ir import (
     values_in,
 )
 from radixfleet.lang.symbols import Symbol, TraceStopped
+from radixfleet.lang.traced_forks import TracedForks
 
 _LABEL = 60
 
@@ -272,37 +273,6 @@ class TracedState:
             self._tracer.mention(name)
             return self._tracer.add("argument", name, name)
         return self._work(value)
-
-
-class TracedForks:
-    """Looks like a ForkGroup."""
-
-    def __init__(self, states: list[TracedState], parent: TracedState) -> None:
-        self._states = states
-        self._parent = parent
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def __getitem__(self, index: int) -> TracedState:
-        return self._states[index]
-
-    def __setitem__(self, index: int, state: TracedState) -> None:
-        """For `forks[i] += ...`."""
-
-    def __iter__(self) -> Iterator[TracedState]:
-        return iter(self._states)
-
-    def __iadd__(self, other: Any) -> TracedForks:
-        for index, state in enumerate(self._states):
-            if callable(other) and not isinstance(other, Expr):
-                state += other(index)
-            else:
-                state += other[index] if isinstance(other, list | tuple) else other
-        return self
-
-    def join(self, mode: str = "gather_variable") -> None:
-        self._parent.join(self._states, mode)
 
 
 def _short(text: str) -> str:
