@@ -42,6 +42,8 @@ class Filler(Protocol):
 
     def submit(self, jobs: Sequence[RowJob]) -> Future[FilledMasks]: ...
 
+    def prepare(self, job: RowJob) -> Future[FilledMasks]: ...
+
     def judge(self, state: ConstraintState, accepted: tuple[int, ...]) -> Future[RowOutcome]: ...
 
     def close(self) -> None: ...
@@ -89,7 +91,7 @@ class Masking:
             if guide is None or not guide.wants_preparation(request):
                 continue
             guide.filling = True
-            answer = self._get_filler(worker.hello.vocab_size).submit([_job(request, guide)])
+            answer = self._get_filler(worker.hello.vocab_size).prepare(_job(request, guide))
             answer.add_done_callback(
                 lambda done, request=request, guide=guide: self._post(  # type: ignore[misc]
                     partial(self._prepared, request, guide, done.result())

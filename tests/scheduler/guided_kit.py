@@ -41,6 +41,9 @@ class InlineFiller:
 
         return self._answer(fill)
 
+    def prepare(self, job: RowJob) -> Future[FilledMasks]:
+        return self.submit([job])
+
     def judge(self, state: ConstraintState, accepted: tuple[int, ...]) -> Future[RowOutcome]:
         return self._answer(lambda: judge_row(state, accepted))
 

@@ -14,15 +14,17 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import IO
 
 import numpy as np
 
 from services.scheduler.constraint.canonical import read_json
-from services.scheduler.constraint.completion import Search, TokenOrder
+from services.scheduler.constraint.completion import DEAD_END, Search, TokenOrder, allowed
 from services.scheduler.constraint.errors import BadSource
 from services.scheduler.constraint.limits import Limits
 from services.scheduler.constraint.llguidance_matcher import LLGuidanceMatcher
+from services.scheduler.constraint.matcher import Matcher
 from services.scheduler.constraint.protocol import (
     LENGTH_BYTES,
     MAX_FRAME,
@@ -46,6 +48,8 @@ from services.scheduler.constraint.vocabulary import Vocabulary
 
 _NICE = 5  # running streams come first
 _LONGEST = 1024  # tokens of a completion that is still looked for
+_WALK = 48  # tokens of a text that is tried out
+_WALK_SECONDS = 0.25  # of processor time
 _SOME_STEP = 64  # of grammars whose parts are not measured
 
 
@@ -81,8 +85,9 @@ class Worker:
         self._check(job, grammar, matcher)
         search = Search(self._order, self._limits.search_nodes)
         shortest = search.shortest(matcher, _LONGEST)
-        if shortest is None and search.broken:
-            raise BadSource(f"the grammar is too complex: {first_line(search.broken)}")
+        broken = self._walk(matcher) or ("" if shortest else search.broken)
+        if broken:
+            raise BadSource(f"the grammar is too complex: {first_line(broken)}")
         step, harmless = _SOME_STEP + (len(shortest) if shortest else 0), False
         if job.kind == "json_schema":
             schema = read_json(job.source)
@@ -114,6 +119,20 @@ class Worker:
             self._row[token >> 5] &= ~np.int32(np.uint32(1 << (token & 31)).view(np.int32))
         if not self._row.any():
             raise BadSource("no text satisfies it")
+
+    def _walk(self, matcher: Matcher) -> str:
+        """Follow one text drawn from the masks, for a while: why the engine gives up on it, if it does."""
+        draw, trial = np.random.default_rng(0), matcher.fork()
+        until = time.process_time() + _WALK_SECONDS
+        for _ in range(_WALK):
+            ids: Sequence[int] = trial.forced_tokens()
+            if not ids and trial.fill_mask(self._row):
+                ids = draw.choice(allowed(self._row, self._vocabulary), 1).tolist()
+            if not ids or ids[0] in self._vocabulary.eos_ids or not trial.advance(ids) or trial.is_stopped:
+                break
+            if time.process_time() > until:
+                break
+        return "" if trial.error.startswith(DEAD_END) else trial.error
 
 
 def memory() -> int:

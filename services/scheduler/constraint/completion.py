@@ -26,7 +26,7 @@ _MARKS = b"@.:,-/=<>;'` \n"  # what often ends one part of a text and begins the
 _ATOMS = (b'""', b"0", b"[]", b"{}", b"null", b"true")
 _WIDTH = 10  # choices looked at in one state
 _LONG = 512
-_DEAD_END = "NoExtension"  # the engine's word for a state from which no text can be completed
+DEAD_END = "NoExtension"  # the engine's word for a state from which no text can be completed
 _DIVE = 96  # states in which the first path must find an end
 _NOT_PLAIN = frozenset(range(0x20)) | frozenset(b'"\\\x7f')
 _NOT_QUIET = _NOT_PLAIN | frozenset(b"[]{},:")
@@ -212,7 +212,7 @@ class Search:
         return [(token,) for token in self._order.candidates(self._row)]
 
     def _note(self, matcher: Matcher) -> None:
-        if not matcher.error.startswith(_DEAD_END):
+        if not matcher.error.startswith(DEAD_END):
             self.broken = self.broken or matcher.error
 
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from services.scheduler.constraint.state import ALL_ALLOWED, ConstraintState
 
+_NICE = 5
 _ROWS_PER_THREAD = 32  # fewer are not worth another thread
 
 
@@ -58,6 +59,7 @@ class MaskFiller:
         self._words = words
         self._threads = threads or min(4, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="masks")
+        self._slow = ThreadPoolExecutor(1, "slow-masks", initializer=_be_nice)
 
     def submit(self, jobs: Sequence[RowJob]) -> Future[FilledMasks]:
         """Never blocks. The future always gets a result; its callbacks run on a thread of the pool."""
@@ -69,6 +71,12 @@ class MaskFiller:
             self._pool.submit(batch.run, chunk)
         return answer
 
+    def prepare(self, job: RowJob) -> Future[FilledMasks]:
+        """One row that is known to take long: it holds up only others of its kind."""
+        answer: Future[FilledMasks] = Future()
+        self._slow.submit(_Batch([job], self._words, answer).run, 0)
+        return answer
+
     def judge(self, state: ConstraintState, accepted: tuple[int, ...]) -> Future[RowOutcome]:
         """Whether the text is complete after its last tokens; no mask is filled."""
         return self._pool.submit(judge_row, state, accepted)
@@ -76,6 +84,7 @@ class MaskFiller:
     def close(self) -> None:
         """Finish what was submitted."""
         self._pool.shutdown(wait=True)
+        self._slow.shutdown(wait=True)
 
 
 class _Batch:
@@ -101,6 +110,10 @@ class _Batch:
         if last:
             elapsed = 1e3 * (time.perf_counter() - self._started)
             self._answer.set_result(FilledMasks(self._bitmask, tuple(self._outcomes), elapsed))
+
+
+def _be_nice() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def fill_row(job: RowJob, row: NDArray[np.int32]) -> RowOutcome:

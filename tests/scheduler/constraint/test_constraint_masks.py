@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,23 @@ def test_many_jobs_at_once_are_all_answered(filler: MaskFiller) -> None:
     futures = [filler.submit([RowJob(ConstraintState(base.fork())) for _ in range(17)]) for _ in range(20)]
     for future in futures:
         assert not any(outcome.error for outcome in future.result().outcomes)
+
+
+def test_a_slow_row_holds_up_only_its_kind(filler: MaskFiller) -> None:
+    """While one that never ends is filled, all others are."""
+    gate = threading.Event()
+
+    class Endless(BrokenMatcher):
+        def fill_mask(self, row: Any) -> bool:
+            gate.wait()
+            return True
+
+    slow = filler.prepare(RowJob(ConstraintState(Endless())))
+    for _ in range(4):
+        assert not filler.submit([RowJob(ConstraintState(build("regex", "[0-9]")))]).result().outcomes[0].error
+    assert not slow.done()
+    gate.set()
+    assert not slow.result().outcomes[0].error
 
 
 def test_no_job_is_an_empty_answer(filler: MaskFiller) -> None:
