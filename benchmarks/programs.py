@@ -1,156 +1,154 @@
-"""What the compiler saves: requests, computed tokens and time of programs, with each optimisation switched off.
+"""What the compiler saves: requests, computed tokens, steps and time, with each optimisation on and off.
 
-    python benchmarks/programs.py [--url URL] [--items 24] [--openai]
+    python benchmarks/programs.py [--items 24] [--optimisations prefix order ...] [--programs qa steps fork call]
 
-Without --url a server with the small model is started. Counts come from the server's /metrics: HTTP requests (with
-those that only tokenise), prompts it admitted, their tokens, and how many of these it computed. `--openai` adds the
-same logic over the plain openai client.
+Two servers with the small model are started, one of them with a cache that holds little. Counts come from their
+/metrics: HTTP requests (with those that only tokenise), prompts admitted, their tokens, how many of these were
+computed, and steps of the worker. The first table switches one optimisation off in the program in which it shows and
+marks the count that it moves; the second compares whole programs with the same logic over the plain openai client.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+from program_cases import CASES, WHOLE, Case, Noise, Plain, items, qa
 
-from radixfleet import (
-    Optimizations,
-    RuntimeEndpoint,
-    flush_cache,
-    function,
-    gen,
-    select,
-    set_default_backend,
-)
+from radixfleet import Optimizations, RuntimeEndpoint, flush_cache, set_default_backend
 from radixfleet.local_server import LocalServer
 
-RULES = (
-    "You answer questions about cities, briefly and politely. You never invent what you do not know, "
-    "you name no sources, and you write in complete sentences. Every answer has at most twelve words. "
-)
-HEADER = f"{'program':<9}{'optimisations':<20}" + "".join(
-    f"{name:>9}" for name in ("HTTP", "prompts", "tokens", "computed", "hit rate", "seconds")
-)
-COUNTERS = (
-    "radixfleet_http_requests_total",
-    "sglang:num_requests_total",
-    "sglang_cache_hit_total",
-    "sglang_cache_miss_total",
-)
+SMALL_TOKENS = 1024
+COLUMNS = ("HTTP", "prompts", "tokens", "computed", "hit rate", "steps", "seconds", "items/s")
+HEADER = f"{'':<12}{'':<16}" + "".join(f"{name:>10}" for name in COLUMNS)
+COUNTERS = {
+    "HTTP": "radixfleet_http_requests_total",
+    "prompts": "sglang:num_requests_total",
+    "hit": "sglang_cache_hit_total",
+    "computed": "sglang_cache_miss_total",
+    "steps": "radixfleet_scheduler_steps_total",
+}
+Row = dict[str, float]
 
 
-def slow_fact(place: str) -> str:
-    """Stands for an API that takes its time."""
-    time.sleep(0.3)
-    return f"{place} has many bridges"
-
-
-@function
-def qa(s: Any, context: str, question: str) -> None:
-    s += RULES
-    s += "Context: " + context + "\n"
-    s += "Q: " + question + "\nA:" + gen("answer", max_tokens=8, stop="\n")
-
-
-@function
-def judged(s: Any, context: str, question: str) -> None:
-    s += RULES + "Context: " + context + "\nQ: " + question + "\nThe topic is "
-    s += select("topic", ["traffic", "history", "food", "weather", "people", "money", "sports", "music"])
-
-
-@function
-def tips(s: Any, context: str, question: str) -> None:
-    s += RULES + "Context: " + context + "\n" + question + "\n"
-    forks = s.fork(3)
-    forks += lambda i: f"Tip {i + 1}:" + gen("tip", max_tokens=6)
-    forks.join()
-
-
-@function
-def called(s: Any, context: str, question: str) -> None:
-    place = gen("place", max_tokens=2)
-    s += RULES + f"The place is {place}. Context: " + context + " " + RULES + question
-    s += gen("fact", api_url=slow_fact, params={"place": place}) + gen("answer", max_tokens=4)
-
-
-PROGRAMS = {"qa": qa, "select": judged, "fork": tips, "call": called}
-
-
-def counts(url: str) -> dict[str, float]:
-    """Counters of the server."""
-    found: dict[str, float] = {}
+def counts(url: str) -> Row:
+    """Counters of the server, once it has nothing left to do."""
+    found = dict.fromkeys(COUNTERS, 0.0)
     for line in httpx.get(f"{url}/metrics").text.splitlines():
         name, _, value = line.rpartition(" ")
-        for wanted in COUNTERS:
-            if name.startswith(wanted):
-                found[wanted] = found.get(wanted, 0.0) + float(value)
+        for column, wanted in COUNTERS.items():
+            if name.partition("{")[0] == wanted:
+                found[column] += float(value)
     return found
 
 
-def measure(url: str, name: str, what: str, work: Callable[[], Any]) -> None:
-    """One line of the table: work on an empty cache."""
+def settled_counts(url: str) -> Row:
+    """The picture behind /metrics is sent once a second: ask until it stands still."""
+    before = counts(url)
+    while True:
+        time.sleep(1.1)
+        after = counts(url)
+        if {**after, "HTTP": 0.0} == {**before, "HTTP": 0.0}:
+            return after
+        before = after
+
+
+def measure(url: str, num_items: int, work: Callable[[], Any]) -> Row:
+    """What the work cost, on an empty cache."""
     flush_cache()
-    before, started = counts(url), time.monotonic()
+    before = settled_counts(url)
+    started = time.monotonic()
     work()
-    seconds, after = time.monotonic() - started, counts(url)
-    http, prompts, hit, miss = (after.get(key, 0) - before.get(key, 0) for key in COUNTERS)
-    http -= 1  # the look at the counters itself
-    rate = hit / (hit + miss) if hit + miss else 0.0
-    numbers = f"{http:>9.0f}{prompts:>9.0f}{hit + miss:>9.0f}{miss:>9.0f}{rate:>9.1%}{seconds:>9.2f}"
-    print(f"{name:<9}{what:<20}{numbers}", flush=True)
+    seconds = time.monotonic() - started
+    own = counts(url)["HTTP"] - before["HTTP"] - 1
+    row = {name: value - before[name] for name, value in settled_counts(url).items()}
+    tokens = row["hit"] + row["computed"]
+    rate = row["hit"] / tokens if tokens else 0.0
+    return {**row, "HTTP": own, "tokens": tokens, "hit rate": rate, "seconds": seconds, "items/s": num_items / seconds}
 
 
-def variants() -> dict[str, Optimizations]:
-    names = [field.name for field in fields(Optimizations)]
-    without = {f"all but {name}": Optimizations(**{name: False}) for name in names}
-    return {"all": Optimizations(), **without, "none": Optimizations.none()}
-
-
-def with_openai(url: str, items: list[dict[str, str]]) -> None:
-    """The program `qa`, written with the plain client."""
-    from openai import OpenAI
-
-    client = OpenAI(base_url=f"{url}/v1", api_key="none")
-
-    def ask(item: dict[str, str]) -> str:
-        prompt = f"{RULES}Context: {item['context']}\nQ: {item['question']}\nA:"
-        answer = client.completions.create(
-            model="default", prompt=prompt, max_tokens=8, stop="\n", temperature=0, timeout=600
+def show(name: str, what: str, row: Row, own: str = "") -> None:
+    """One line of a table; `own` is marked."""
+    shown = []
+    for column in COLUMNS:
+        value = row[column]
+        text = (
+            f"{value:.1%}" if column == "hit rate" else f"{value:.2f}" if value < 100 and value % 1 else f"{value:.0f}"
         )
-        return answer.choices[0].text
+        shown.append(f"{'*' + text if column == own else text:>10}")
+    print(f"{name:<12}{what:<16}" + "".join(shown), flush=True)
 
-    with ThreadPoolExecutor(len(items)) as pool:
-        list(pool.map(ask, items))
+
+def compare(case: Case, url: str, num_items: int) -> dict[str, Any]:
+    """One optimisation on and off."""
+    work = case.items(num_items)[: max(2, int(num_items * case.share_of_items))]
+    threads = case.threads or len(work)
+    rows = {}
+    for what, options in (("on", Optimizations()), ("off", Optimizations(**{case.optimisation: False}))):
+        run = lambda o=options: case.program.run_batch(work, temperature=0, num_threads=threads, optimize=o)  # noqa: E731
+        rows[what] = measure(url, len(work), run)
+        show(
+            case.optimisation if what == "on" else "",
+            f"{case.program.function.__name__} {what}",
+            rows[what],
+            case.count,
+        )
+    return {"optimisation": case.optimisation, "count": case.count, **rows}
+
+
+def whole(name: str, url: str, num_items: int) -> dict[str, Any]:
+    """A program with everything on, with everything off, and its logic over the openai client."""
+    work, rows = items(num_items), {}
+    plain = Plain(url)
+    for what, run in (
+        ("all", lambda: WHOLE[name].run_batch(work, temperature=0)),
+        ("none", lambda: WHOLE[name].run_batch(work, temperature=0, optimize=False)),
+        ("openai client", lambda: plain.run(name, work)),
+    ):
+        rows[what] = measure(url, len(work), run)
+        show(name if what == "all" else "", what, rows[what])
+    return {"program": name, **rows}
+
+
+@contextlib.contextmanager
+def server(*flags: str) -> Iterator[str]:
+    """A server that has computed something already, as the default backend."""
+    with LocalServer("--log-level", "warning", *flags) as started:
+        set_default_backend(RuntimeEndpoint(started.url))
+        Noise.url = started.url
+        qa.run(**items(1)[0])
+        yield started.url
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url")
     parser.add_argument("--items", type=int, default=24)
-    parser.add_argument("--programs", nargs="*", default=list(PROGRAMS))
-    parser.add_argument("--openai", action="store_true")
+    parser.add_argument("--optimisations", nargs="*", default=[case.optimisation for case in CASES])
+    parser.add_argument("--programs", nargs="*", default=list(WHOLE))
+    parser.add_argument("--json", type=Path, help="file for the numbers")
     wishes = parser.parse_args()
-    items = [
-        {"context": f"report {i % 4} about a city on a river", "question": f"What about district {i % 12}?"}
-        for i in range(wishes.items)
-    ]
-    with contextlib.ExitStack() as stack:
-        url = wishes.url or stack.enter_context(LocalServer("--log-level", "warning")).url
-        set_default_backend(RuntimeEndpoint(url))
-        qa.run(**items[0])
-        print(HEADER)
-        for name in wishes.programs:
-            for what, options in variants().items():
-                program = PROGRAMS[name]
-                measure(url, name, what, lambda p=program, o=options: p.run_batch(items, temperature=0, optimize=o))
-            if name == "qa" and wishes.openai:
-                measure(url, name, "openai client", lambda: with_openai(url, items))
+    results: list[dict[str, Any]] = []
+    wanted = [case for case in CASES if case.optimisation in wishes.optimisations]
+    print(HEADER)
+    if any(case.small for case in wanted):
+        with server("--max-total-tokens", str(SMALL_TOKENS)) as url:
+            results += [compare(case, url, wishes.items) for case in wanted if case.small]
+    with server() as url:
+        results += [compare(case, url, wishes.items) for case in wanted if not case.small]
+        results += [whole(name, url, wishes.items) for name in wishes.programs]
+    if wishes.json:
+        wishes.json.write_text(json.dumps(results, indent=1) + "\n")
+    still = [r for r in results if "count" in r and r["on"][r["count"]] == r["off"][r["count"]]]
+    for result in still:
+        print(f"{result['optimisation']} moved no count")
+    sys.exit(bool(still))
 
 
 if __name__ == "__main__":
