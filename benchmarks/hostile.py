@@ -11,19 +11,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
 import time
 from typing import Any
 
 import httpx
 
 from benchmarks.hostile_inputs import HOSTILE
+from benchmarks.scrape import scrape
 from radixfleet.local_server import LocalServer
 
 PROMPT = "Once upon a time, in a village by the sea,"
 CALM_RUNS = 5
-LOOP = "radixfleet_scheduler_loop_cpu_seconds_bucket"
-TURN_LIMIT_S = "0.005"
+LOOP = "radixfleet_scheduler_loop_cpu_seconds"
+TURN_LIMIT_S = 0.005
 
 
 class Neighbour:
@@ -64,15 +64,6 @@ async def send(http: httpx.AsyncClient, params: dict[str, Any]) -> tuple[int, st
     return answer.status_code, told["text"] if answer.status_code == 200 else told["error"]["message"]
 
 
-async def turns(http: httpx.AsyncClient) -> tuple[float, float]:
-    """(turns of the scheduler's loop, those above the limit) so far."""
-    await asyncio.sleep(1.1)  # the picture of the scheduler is at most a second old
-    text = (await http.get("/metrics")).text
-    found = dict(re.findall(rf'^{LOOP}{{.*le="([^"]+)".*}} (\S+)$', text, re.M))
-    total = float(found["+Inf"])
-    return total, total - float(found[TURN_LIMIT_S])
-
-
 async def run(url: str, tokens: int) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:
         calm = Neighbour(http, tokens)
@@ -80,7 +71,7 @@ async def run(url: str, tokens: int) -> None:
             await calm.run()
         normal = calm.take_worst()
         print(f"the neighbour alone: largest gap {1e3 * normal:.1f} ms in {CALM_RUNS} streams of {tokens} tokens")
-        before = await turns(http)
+        before = (await scrape(http)).histogram(LOOP)
         neighbour = Neighbour(http, tokens)
         running = asyncio.create_task(neighbour.keep_on())
         worst = 0.0
@@ -92,10 +83,10 @@ async def run(url: str, tokens: int) -> None:
             print(f"{name:34s} {status} {seconds:5.2f} s  gap {1e3 * gap:6.1f} ms  {told[:70]!r}", flush=True)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        after = await turns(http)
+        turns = (await scrape(http)).histogram(LOOP).since(before)
         unchanged = neighbour.texts <= calm.texts
         print(f"largest gap {1e3 * worst:.1f} ms, {worst / normal:.2f} times normal; text unchanged: {unchanged}")
-        print(f"turns {after[0] - before[0]:.0f}, over 5 ms of processor time: {after[1] - before[1]:.0f}")
+        print(f"turns {turns.count:.0f}, over 5 ms of processor time: {turns.above(TURN_LIMIT_S):.0f}")
 
 
 def main() -> None:
