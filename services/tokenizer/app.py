@@ -17,7 +17,19 @@ from services.tokenizer import cors, openapi
 from services.tokenizer.context import Context
 from services.tokenizer.errors import ApiError, ClientGone, invalid
 from services.tokenizer.middleware import Door
-from services.tokenizer.routes import chat, completions, control, fleet, models, native, ops, score, script, sessions
+from services.tokenizer.routes import (
+    chat,
+    completions,
+    control,
+    fleet,
+    models,
+    native,
+    ops,
+    responses,
+    score,
+    script,
+    sessions,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +48,7 @@ def create(context: Context) -> ASGIApp:
         docs_url=None,
         redoc_url=None,
     )
-    for family in (chat, completions, models, native, ops, control, fleet, score, script, sessions):
+    for family in (chat, completions, responses, models, native, ops, control, fleet, score, script, sessions):
         app.include_router(family.router(context))
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)

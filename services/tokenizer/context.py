@@ -14,6 +14,7 @@ from services.tokenizer.exposition import Exposition
 from services.tokenizer.frontend import Frontend
 from services.tokenizer.metrics import Measurements, RequestTimer
 from services.tokenizer.model_folder import ModelFolder
+from services.tokenizer.response_store import ResponseStore
 from services.tokenizer.sampling import SeedSource
 from services.tokenizer.sessions import Sessions
 from services.tokenizer.streams import Group
@@ -52,6 +53,7 @@ class Context:
     version: str
     bodies: BodyBudget
     access: Access
+    responses: ResponseStore
     sessions: Sessions = field(default_factory=lambda: Sessions(MonotonicClock()))
     _ignored_seen: set[str] = field(default_factory=set)
 

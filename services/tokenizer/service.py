@@ -18,6 +18,7 @@ from services.tokenizer.exposition import Exposition
 from services.tokenizer.frontend import Frontend
 from services.tokenizer.http_server import HttpServer
 from services.tokenizer.metrics import Measurements
+from services.tokenizer.response_store import ResponseStore
 from services.tokenizer.sampling import SeedSource
 from services.tokenizer.text import TextEngine
 from shared.clock import Clock, MonotonicClock
@@ -93,6 +94,7 @@ class TokenizerService:
         if self._context is not None:
             self._context.frontend.shut()
             self._context.text.close()
+            self._context.responses.close()
 
     def heartbeat(self) -> None:
         frontend = self.context.frontend
@@ -144,6 +146,7 @@ class TokenizerService:
             version=_version(),
             bodies=BodyBudget(max(MAX_BODY_MEMORY, config.max_body_bytes)),
             access=Access.of(config),
+            responses=ResponseStore.of(config),
         )
 
 

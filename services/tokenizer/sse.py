@@ -34,6 +34,11 @@ def event(value: Any) -> bytes:
     return b"data: " + json_bytes(value) + b"\n\n"
 
 
+def named(name: str, value: Any) -> bytes:
+    """An event with a name of its own."""
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
 def error(failure: ApiError) -> bytes:
     """A failure in mid-stream, in the same envelope as everywhere."""
     return b"data: " + _one_line(failure.body()) + b"\n\n"
