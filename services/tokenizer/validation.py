@@ -31,11 +31,12 @@ def decode(body: bytes, kind: type[T], refused: Mapping[str, str]) -> tuple[T, l
         raw = _RAW_FIELDS.decode(body)
         refuse_fields({name: bytes(value).strip() not in NEUTRAL for name, value in raw.items()}, refused)
         value = msgspec.json.decode(body, type=kind)
+        unknown = fields.unknown(raw, kind, refused)  # looks into what the decoder skipped
     except msgspec.ValidationError as error:
         raise bad_shape(error) from None
     except (ValueError, RecursionError) as error:
         raise invalid(f"The body is not valid JSON: {error}", code="invalid_json") from None
-    return value, fields.unknown(raw, kind, refused)
+    return value, unknown
 
 
 def convert(value: dict[str, Any], kind: type[T], refused: Mapping[str, str], path: str) -> tuple[T, list[str]]:

@@ -195,7 +195,19 @@ async def test_both_numbers_of_a_length_error(door: httpx.AsyncClient) -> None:
 
 async def test_bodies_that_are_no_requests(door: httpx.AsyncClient) -> None:
     json_type = {"content-type": "application/json"}
-    for content in (b"", b"{", b"[]", b"null", b"5", b'"x"', b"\xff\xfe", b'{"text": "\\ud800"}', b"[" * 100_000):
+    bad_name = b'{"text": "x", "session_params": {"i\xea": 1}}'
+    for content in (
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"5",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"text": "\\ud800"}',
+        b"[" * 100_000,
+        bad_name,
+    ):
         answer = await door.post("/generate", content=content, headers=json_type)
         assert answer.status_code == 400, (content[:20], answer.text)
         assert answer.json()["error"]["type"] == "invalid_request_error"
