@@ -44,6 +44,7 @@ check: $(STAMP)
 soak: install
 	$(BIN)/python scripts/soak.py --minutes 5 --write docs/soak.md
 	$(BIN)/python scripts/sanitize_kernels.py
+	$(BIN)/python scripts/fuzz_door.py
 
 # Builds the images and tries docker-compose.yml with a real engine; starts one of its own where none runs (root).
 check-deploy: $(STAMP)
