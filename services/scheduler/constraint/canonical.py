@@ -26,11 +26,16 @@ _REMARKS = frozenset({"title", "description", "examples", "default", "$comment",
 def canonical(kind: Kind, source: str) -> str:
     """The canonical form, valid Unicode. Raises BadSource where the source is no JSON but should be."""
     text = _canonical(kind, source)
+    check_unicode(text)
+    return text
+
+
+def check_unicode(text: str) -> None:
+    """Raises BadSource where the text cannot be written as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise BadSource("half of a character (a lone surrogate)", f"character {error.start + 1}") from None
-    return text
 
 
 def _canonical(kind: Kind, source: str) -> str:

@@ -19,7 +19,7 @@ from typing import IO
 
 import numpy as np
 
-from services.scheduler.constraint.canonical import read_json
+from services.scheduler.constraint.canonical import canonical, read_json
 from services.scheduler.constraint.completion import DEAD_END, Search, TokenOrder, allowed
 from services.scheduler.constraint.errors import BadSource
 from services.scheduler.constraint.limits import Limits
@@ -28,10 +28,13 @@ from services.scheduler.constraint.matcher import Matcher
 from services.scheduler.constraint.protocol import (
     LENGTH_BYTES,
     MAX_FRAME,
+    Canonical,
+    CanonicalJob,
     CheckJob,
     Compiled,
     CompileJob,
     FromProcess,
+    Job,
     Ready,
     Refused,
     Setup,
@@ -64,8 +67,10 @@ class Worker:
     def vocabulary_size(self) -> int:
         return self._vocabulary.size
 
-    def answer(self, job: CompileJob | CheckJob) -> FromProcess:
+    def answer(self, job: Job) -> FromProcess:
         try:
+            if isinstance(job, CanonicalJob):
+                return Canonical(canonical(job.kind, job.source))
             if isinstance(job, CompileJob):
                 return self.compile(job)
             return check_text(job.kind, job.source, job.text, self._limits, self._vocabulary)
@@ -127,8 +132,9 @@ class Worker:
         for _ in range(_WALK):
             ids: Sequence[int] = trial.forced_tokens()
             if not ids and trial.fill_mask(self._row):
-                ids = draw.choice(allowed(self._row, self._vocabulary), 1).tolist()
-            if not ids or ids[0] in self._vocabulary.eos_ids or not trial.advance(ids) or trial.is_stopped:
+                going_on = np.setdiff1d(allowed(self._row, self._vocabulary), self._vocabulary.eos_ids)
+                ids = draw.choice(going_on, 1).tolist() if going_on.size else ()
+            if not ids or not trial.advance(ids) or trial.is_stopped:
                 break
             if time.process_time() > until:
                 break
@@ -178,7 +184,7 @@ def main() -> None:
     while True:
         job = jobs.get()
         assert not isinstance(job, Setup)
-        limit_processor(limits.compile_seconds if isinstance(job, CompileJob) else limits.check_seconds)
+        limit_processor(limits.check_seconds if isinstance(job, CheckJob) else limits.compile_seconds)
         _send(worker.answer(job))
 
 

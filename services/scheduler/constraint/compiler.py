@@ -18,7 +18,7 @@ import structlog
 from msgspec import Struct
 
 from services.scheduler.constraint.budget import Ending
-from services.scheduler.constraint.canonical import canonical, key
+from services.scheduler.constraint.canonical import canonical, check_unicode, key
 from services.scheduler.constraint.completion import TokenOrder
 from services.scheduler.constraint.errors import BadSource, CompilerBusy, ConstraintError
 from services.scheduler.constraint.grammar import CompiledGrammar, GrammarCache
@@ -26,7 +26,15 @@ from services.scheduler.constraint.limits import Limits
 from services.scheduler.constraint.llguidance_matcher import LLGuidanceMatcher
 from services.scheduler.constraint.pool import ProcessPool
 from services.scheduler.constraint.process import ProcessGone, TookTooLong
-from services.scheduler.constraint.protocol import CheckJob, Compiled, CompileJob, Refused, Verdict
+from services.scheduler.constraint.protocol import (
+    Canonical,
+    CanonicalJob,
+    CheckJob,
+    Compiled,
+    CompileJob,
+    Refused,
+    Verdict,
+)
 from services.scheduler.constraint.vocabulary import Vocabulary
 from shared.messages.request import Constraint
 
@@ -137,10 +145,16 @@ class Compiler:
         try:
             if size <= _SMALL:
                 return canonical(kind, source)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, canonical, kind, source)
+            check_unicode(source)
+            answer = await self._pool.ask(CanonicalJob(kind, source), self._limits.compile_seconds)
         except BadSource as error:
             raise ConstraintError(kind, error.reason, error.place) from None
+        except ProcessGone:
+            raise ConstraintError(kind, "reading it takes too much time or memory") from None
+        if isinstance(answer, Refused):
+            raise ConstraintError(kind, answer.reason, answer.place)
+        assert isinstance(answer, Canonical)
+        return answer.source
 
     async def _join(self, name: bytes, task: asyncio.Task[CompiledGrammar]) -> CompiledGrammar:
         self._waiters[name] = self._waiters.get(name, 0) + 1

@@ -8,7 +8,7 @@ import structlog
 
 from services.scheduler.constraint.limits import Limits
 from services.scheduler.constraint.process import CompileProcess, ProcessGone
-from services.scheduler.constraint.protocol import CheckJob, CompileJob, FromProcess
+from services.scheduler.constraint.protocol import FromProcess, Job
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +31,7 @@ class ProcessPool:
         """Have one process ready. Raises ProcessGone."""
         self._idle.append(await CompileProcess.start(self._model_path, self._limits))
 
-    async def ask(self, job: CompileJob | CheckJob, seconds: float) -> FromProcess:
+    async def ask(self, job: Job, seconds: float) -> FromProcess:
         """Raises ProcessGone; TookTooLong counts from when a process was free."""
         async with self._turns:
             if self._closed:

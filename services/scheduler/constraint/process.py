@@ -17,9 +17,8 @@ from services.scheduler.constraint.limits import Limits
 from services.scheduler.constraint.protocol import (
     LENGTH_BYTES,
     MAX_FRAME,
-    CheckJob,
-    CompileJob,
     FromProcess,
+    Job,
     Ready,
     Setup,
     ToProcess,
@@ -76,7 +75,7 @@ class CompileProcess:
     def alive(self) -> bool:
         return self._inner.returncode is None
 
-    async def ask(self, job: CompileJob | CheckJob, seconds: float) -> FromProcess:
+    async def ask(self, job: Job, seconds: float) -> FromProcess:
         """Its answer. Raises TookTooLong or ProcessGone; both times, and when cancelled, the process is killed."""
         self.jobs += 1
         try:

@@ -38,6 +38,13 @@ class CheckJob(msgspec.Struct, frozen=True, array_like=True, tag=3):
     text: str
 
 
+class CanonicalJob(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """What is the canonical form of a source that is too long to be read by the scheduler itself?"""
+
+    kind: Kind
+    source: str
+
+
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=10):
     vocabulary_size: int
 
@@ -64,8 +71,13 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True, tag=13):
     known: bool = True
 
 
-ToProcess: TypeAlias = Setup | CompileJob | CheckJob
-FromProcess: TypeAlias = Ready | Compiled | Refused | Verdict
+class Canonical(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    source: str
+
+
+Job: TypeAlias = CompileJob | CheckJob | CanonicalJob
+ToProcess: TypeAlias = Setup | Job
+FromProcess: TypeAlias = Ready | Compiled | Refused | Verdict | Canonical
 
 _encoder = msgspec.msgpack.Encoder()
 to_process = msgspec.msgpack.Decoder(ToProcess)

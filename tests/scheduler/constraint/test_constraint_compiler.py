@@ -90,6 +90,30 @@ async def test_what_no_text_satisfies_is_refused(compiler: Compiler, schema: str
         await compiler.compile(Constraint("json_schema", schema))
 
 
+async def test_what_breaks_in_the_middle_of_a_text_is_refused_before(compiler: Compiler) -> None:
+    with pytest.raises(ConstraintError, match="regex: the grammar is too complex: lexer error: too many expressions"):
+        await compiler.compile(Constraint("regex", "((x{1,50}){1,50}){1,50}"))
+    with pytest.raises(ConstraintError, match="lark: the grammar is too complex: Parser Error: Current row has"):
+        await compiler.compile(Constraint("lark", SLOW))
+
+
+async def test_large_sources_have_the_same_canonical_form(compiler: Compiler) -> None:
+    """They are read in another process; layout and the order of keywords count as little as in small ones."""
+    schema = {"type": "object", "properties": {f"name{i}": {"type": "integer", "minimum": i} for i in range(400)}}
+    compact, spaced = json.dumps(schema), json.dumps(dict(reversed(schema.items())), indent=2)
+    assert len(compact) > 16_000
+    one, other = await asyncio.gather(
+        *(compiler.compile(Constraint("json_schema", text)) for text in (compact, spaced))
+    )
+    assert one is other
+    for bad, reason in (
+        ("[" * 20_000, "nested too deeply"),
+        ('{"a":' + " " * 20_000, "line 1, column 20006: not JSON"),
+    ):
+        with pytest.raises(ConstraintError, match=reason):
+            await compiler.compile(Constraint("json_schema", bad))
+
+
 async def test_the_cache_is_bounded_by_bytes() -> None:
     compiler = await Compiler.start(str(resolve(None)), cache_bytes=20 << 20)
     for i in range(40):
