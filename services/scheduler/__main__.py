@@ -25,6 +25,8 @@ log = structlog.get_logger(__name__)
 
 PROBE_AGAIN_S = (0.05, 0.5)
 """A socket may learn of a broken connection a moment after its monitor says so."""
+SWITCH_S = 0.0005
+"""So soon do threads that fill masks let the loop go on, where they hold the interpreter."""
 
 
 class SchedulerService:
@@ -38,6 +40,7 @@ class SchedulerService:
     async def start(self) -> None:
         config = self._config
         _tame_garbage_collection()
+        sys.setswitchinterval(SWITCH_S)
         ports = [
             _Port("tokenizer", config.tokenizer_bind, FromTokenizer, self._servers),
             _Port("detokenizer", config.detokenizer_bind, FromDetokenizer, self._servers),
