@@ -86,7 +86,7 @@ def load(folder: str | Path, name: str) -> Keyring:
         if not candidates:
             raise KeysUnusable(f"{folder} has no {name}{SECRET}; `radixfleet keygen --dir {folder}` makes keys")
         own = candidates[0]
-    if own.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if own.stat().st_mode & (stat.S_IWGRP | stat.S_IRWXO):  # a group may read: so do secrets of Kubernetes come
         raise KeysUnusable(f"{own} can be read by others: chmod 600")
     public, secret = _read(own)
     if secret is None:

@@ -160,7 +160,7 @@ def test_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_secret_others_can_read_is_refused(keys: Path) -> None:
-    (keys / "worker.key_secret").chmod(0o640)
+    (keys / "worker.key_secret").chmod(0o644)
     with pytest.raises(curve.KeysUnusable, match="chmod 600"):
         curve.load(keys, "worker")
     with pytest.raises(curve.KeysUnusable, match="radixfleet keygen"):
