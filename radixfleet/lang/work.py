@@ -51,17 +51,16 @@ def _fed(state: Executor, item: Gen | Select) -> Answer | None:
 
 def _gen(state: Executor, gen: Gen, answer: Answer | None) -> None:
     sampling = gen.sampling.over(state.run.sampling)
-    prompt = state.transcript.prompt()
     if answer is not None:
         state.say("", gen.name, answer.meta)
     elif state.run.stream and sampling.n in (None, 1):
         answer = Answer("")
         shown = 0
-        for answer in state.run.stream_answers(prompt, sampling):
+        for answer in state.run.stream_answers(state.transcript.prompt(), sampling):
             state.say(answer.text[shown:], gen.name, answer.meta)
             shown = len(answer.text)
     else:
-        answer = state.run.generate(prompt, sampling)
+        answer = state.run.generate(state.transcript.prompt(), sampling)
         state.say(answer.text, gen.name, answer.meta)
     state.transcript.append_answer(answer, answer.text)
     state.values[gen.number] = answer.text

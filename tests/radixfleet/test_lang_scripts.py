@@ -72,6 +72,7 @@ def test_one_request_and_the_same_ids(server: FakeServer, program: Any) -> None:
     assert len(server.calls("/script")) == 1
     steps = [body for body in server.generations() if body.get("step")]
     assert len(steps) == len(server.generations())
+    assert server.calls("/tokenize") == server.calls("/detokenize") == []
     prompts = server.prompts()
     server.requests.clear()
     single = program.run(q="x", temperature=0, optimize=NO_SCRIPT)

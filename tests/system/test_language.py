@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import radixfleet
 from radixfleet import (
     BackendError,
     Engine,
+    OpenAI,
     Optimizations,
     Runtime,
     assistant,
@@ -106,6 +108,116 @@ def test_a_conversation_is_what_chat_completions_sees(runtime: Runtime) -> None:
     assert answer["usage"]["prompt_tokens"] == state.get_meta_info("one")["prompt_tokens"]
     meta = state.get_meta_info("two")
     assert meta["cached_tokens"] >= state.get_meta_info("one")["prompt_tokens"]
+
+
+@function
+def reasoned(s: Any, question: str) -> None:
+    s += system("You are brief.")
+    s += user(question)
+    s += assistant("In short," + gen("one", max_tokens=8, stop=["."]))
+    s += user("Why <|im_end|> that?")
+    s += assistant(gen("two", max_tokens=6) + " Sure? " + select("sure", ["yes", "no"]) + gen("three", max_tokens=4))
+
+
+def test_a_chain_is_one_request_with_the_same_ids(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once as a script, once step by step: the same prompts token by token, every one of them found in the cache."""
+    monkeypatch.setattr("radixfleet.lang.executor.LOOK_AHEAD_S", 60.0)  # however slow the machine is
+    outcomes, requests = [], []
+    for options in (Optimizations(script=False), Optimizations()):
+        flush_cache()
+        before = http_requests(runtime.url)
+        state = reasoned.run(question="What is the capital of France?", temperature=0, optimize=options)
+        requests.append(http_requests(runtime.url) - before - 1)
+        metas = [state.get_meta_info(name) for name in ("one", "two", "three")]
+        outcomes.append((state.text(), [meta["prompt_tokens"] for meta in metas]))
+        for earlier, later in pairwise(metas):
+            known = earlier["prompt_tokens"] + earlier["completion_tokens"]
+            assert later["cached_tokens"] >= known - 3  # but for the last token, and a token that a stop string cut
+    assert outcomes[0] == outcomes[1]
+    assert requests[1] == 1
+    assert requests[0] > 4
+
+
+def test_a_batch_of_scripts(runtime: Runtime) -> None:
+    items = [{"question": f"What about {i % 3}?"} for i in range(6)]
+    scripted = reasoned.run_batch(items, temperature=0)
+    single = reasoned.run_batch(items, temperature=0, optimize=Optimizations(script=False))
+    assert [state.text() for state in scripted] == [state.text() for state in single]
+    pieces = list(reasoned.run(**items[0], temperature=0, stream=True).text_iter())
+    assert "".join(pieces) == single[0].text()
+    assert len(pieces) > 10
+
+
+def test_a_script_fails_in_the_middle(runtime: Runtime) -> None:
+    @function
+    def program(s: Any) -> None:
+        s += "x" + gen("a", max_tokens=2) + " word" * 9000 + gen("b")
+
+    with pytest.raises(BackendError, match="longer than the maximum context length") as failure:
+        program.run()
+    assert failure.value.status == 400
+
+
+def test_pins(runtime: Runtime) -> None:
+    """A batch holds its prefix while it runs, and lets it go."""
+    held = []
+
+    @function
+    def program(s: Any, question: str) -> None:
+        s += RULES + question + gen("a", max_tokens=2)
+        s += gen("look", api_url=lambda: held.append(pinned(runtime.url)) or ".")
+
+    program.run_batch([{"question": str(i)} for i in range(2)], num_threads=1)
+    assert eventually(lambda: pinned(runtime.url) == 0)
+    request = {"text": RULES, "sampling_params": {"max_new_tokens": 0}, "pin": "mine", "pin_seconds": 60}
+    assert httpx.post(f"{runtime.url}/generate", json=request, timeout=60).status_code == 200
+    assert eventually(lambda: pinned(runtime.url) > 40)
+    assert httpx.post(f"{runtime.url}/unpin", json={"pin": "mine"}).status_code == 200
+    assert eventually(lambda: pinned(runtime.url) == 0)
+
+
+def pinned(url: str) -> float:
+    return metric(url, "radixfleet_scheduler_pinned_tokens")
+
+
+def http_requests(url: str) -> float:
+    return metric(url, "radixfleet_http_requests_total")
+
+
+def metric(url: str, name: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition(" ")[0].partition("{")[0] == name)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_openai_backend_against_our_own_server(runtime: Runtime, chat: bool) -> None:
+    backend = OpenAI("default", is_chat_model=chat, base_url=f"{runtime.url}/v1", api_key="none")
+
+    @function
+    def talk(s: Any) -> None:
+        s += system("You are brief.") + user("What is the capital of France?")
+        s += assistant(gen("one", max_tokens=12))
+        s += user("Sure?") + assistant(select("sure", ["yes", "no"]))
+
+    @function
+    def write(s: Any) -> None:
+        s += "The capital of France is" + gen("one", max_tokens=12, stop=".") + ". That is "
+        s += select("sure", ["true", "false"]) + gen("two", max_tokens=4)
+
+    program = talk if chat else write
+    state = program.run(backend=backend, temperature=0)
+    assert state["one"] == program.run(temperature=0)["one"]
+    assert state["sure"] in ("yes", "no", "true", "false")
+    streamed = program.run(backend=backend, temperature=0, stream=True)
+    assert "".join(streamed.text_iter("one")) == state["one"]
+    with pytest.raises(BackendError, match="no regex"):
+        judged_with_regex.run(backend=backend)
+    backend.close()
+
+
+@function
+def judged_with_regex(s: Any) -> None:
+    s += "x" + gen("a", regex="a+")
 
 
 def test_stream_and_errors(runtime: Runtime) -> None:
