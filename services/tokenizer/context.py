@@ -20,7 +20,6 @@ from services.tokenizer.sessions import Sessions
 from services.tokenizer.streams import Group
 from services.tokenizer.text import TextEngine
 from services.tokenizer.vocabulary import Vocabulary
-from shared.clock import MonotonicClock
 from shared.config import TokenizerConfig
 
 log = structlog.get_logger(__name__)
@@ -54,7 +53,7 @@ class Context:
     bodies: BodyBudget
     access: Access
     responses: ResponseStore
-    sessions: Sessions = field(default_factory=lambda: Sessions(MonotonicClock()))
+    sessions: Sessions = field(default_factory=Sessions.shared)
     _ignored_seen: set[str] = field(default_factory=set)
 
     @property

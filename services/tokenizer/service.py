@@ -93,6 +93,7 @@ class TokenizerService:
             await self._http.stop()
         if self._context is not None:
             self._context.frontend.shut()
+            self._context.sessions.shut()
             self._context.text.close()
             self._context.responses.close()
 

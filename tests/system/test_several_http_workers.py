@@ -152,6 +152,15 @@ def test_budgets_are_shared_by_the_doors(doors: Doors) -> None:
     assert "120 tokens a minute" in refused.json()["error"]["message"]
 
 
+def test_a_session_goes_on_at_the_other_door(doors: Doors) -> None:
+    here, there = doors.by_process.values()
+    session = here.post("/open_session", json={"capacity_of_str_len": 1000}).json()
+    first = generate(here, session_params={"id": session}).json()["meta_info"]
+    second = generate(there, session_params={"id": session, "rid": first["id"]}).json()["meta_info"]
+    assert second["prompt_tokens"] == 2 * first["prompt_tokens"] + first["completion_tokens"]
+    assert second["cached_tokens"] >= first["prompt_tokens"]
+
+
 def test_time_outs(doors: Doors) -> None:
     client = next(iter(doors.by_process.values()))
     answer = generate(client, 1500, timeout=1.0)

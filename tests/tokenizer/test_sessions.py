@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,8 +29,10 @@ def answer(recorder: Recorder, *tokens: int) -> None:
 
 
 @pytest.fixture
-def store() -> Sessions:
-    return Sessions(ManualClock(100.0))
+def store() -> Iterator[Sessions]:
+    made = Sessions(ManualClock(100.0))
+    yield made
+    made.shut()
 
 
 def test_branches_offsets_and_dropped_outputs(store: Sessions) -> None:
@@ -92,6 +96,24 @@ def test_the_oldest_request_is_forgotten(store: Sessions, monkeypatch: pytest.Mo
     monkeypatch.setattr(sessions, "MAX_IDS", 4)
     with pytest.raises(ApiError, match="too many tokens"):
         store.enter("", SessionParams(id=session), "e", ids(1))
+
+
+def test_processes_share_sessions(tmp_path: Path) -> None:
+    here, there = (Sessions(ManualClock(100.0), str(tmp_path / "sessions")) for _ in range(2))
+    session = here.open("alice", 100, "same")
+    assert here.open("bob", 100, "same") == session  # a name is the tenant's own
+    answer(here.enter("alice", SessionParams(id=session), "a", ids(1, 2))[1], 3)
+    whole, recorder = there.enter("alice", SessionParams(id=session, rid="a"), "b", ids(4))
+    assert whole == ids(1, 2, 3, 4)
+    with pytest.raises(ApiError, match="no request"):
+        there.enter("bob", SessionParams(id=session, rid="a"), "b", ids(4))
+    here.close("alice", session)
+    answer(recorder, 5)  # nobody wants it any more
+    here.open("alice", 100, "same")
+    with pytest.raises(ApiError, match="no request"):
+        here.enter("alice", SessionParams(id=session, rid="b"), "c", ids(4))
+    here.shut()
+    there.shut()
 
 
 async def test_a_conversation_over_http(client: httpx.AsyncClient, backend: FakeBackend) -> None:
