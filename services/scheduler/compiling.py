@@ -81,10 +81,28 @@ class Compiling:
 
     def take(self, request: Request) -> None:
         """It waits here until its constraint is compiled; ending it cancels that."""
+        self._metrics.count("constrained_requests")
         task = asyncio.create_task(self._compile(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self._lifecycle.compile(request, lambda: None if task.done() else _cancel(task))
+
+    def counters(self) -> dict[str, float]:
+        """What the compiler has done so far, and what it holds; nothing where it has not started."""
+        starting = self._starting
+        if starting is None or not starting.done() or starting.cancelled() or starting.exception() is not None:
+            return {}
+        compiler = starting.result()
+        if isinstance(compiler, str):
+            return {}
+        stats = compiler.stats
+        return {
+            "grammar_cache_hits": stats.hits,
+            "grammars_compiled": stats.compiled,
+            "grammars_refused": stats.refused,
+            "compiles_killed": stats.killed,
+            "grammar_cache_bytes": compiler.cache.bytes,
+        }
 
     def check(self, request: Request, finish: Finish) -> None:
         """End it with the verdict on its text."""

@@ -106,6 +106,7 @@ class StatusBoard:
             gen_throughput=throughput,
             cache_hit_rate=hit_rate,
             tree_nodes=self._core.tree.num_nodes,
+            **self._core.compiling.counters(),
         )
         return counters
 

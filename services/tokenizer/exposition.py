@@ -25,6 +25,7 @@ COUNTERS = (
     ("generation_tokens", "generation_tokens", "Generated tokens", "decode_tokens"),
     ("cached_tokens", "cached_tokens", "Prompt tokens found in the radix cache", "cache_hit_tokens"),
     ("requests", "num_requests", "Requests received by the scheduler", "requests"),
+    ("constrained_requests", "num_so_requests", "Requests with constrained output", "constrained_requests"),
     ("requests_aborted", "num_aborted_requests", "Requests ended by their clients", "requests_aborted"),
     ("evicted_tokens", "evicted_tokens", "Cached tokens evicted", "evicted_tokens"),
     ("retractions", "num_retracted_requests", "Requests suspended for lack of pages", "retractions"),
@@ -50,7 +51,7 @@ STATES = frozenset(  # keys of SystemStatus.counters that are no totals
     (
         *("running_requests", "waiting_requests", "suspended_requests", "compiling_requests", "waiting_tokens"),
         *("used_tokens", "evictable_tokens", "max_total_tokens", "token_usage", "gen_throughput"),
-        *("cache_hit_rate", "tree_nodes", "pinned_tokens"),
+        *("cache_hit_rate", "tree_nodes", "pinned_tokens", "grammar_cache_bytes"),
     )
 )
 
@@ -127,7 +128,6 @@ class Exposition:
             yield _counter(f"radixfleet_{ours}", text, self._labels, value)
             if theirs:
                 yield _counter(f"sglang:{theirs}", text, self._labels, value)
-        yield _counter("sglang:num_so_requests", "Requests with constrained output", self._labels, 0.0)
         for name, text, key, labels in SEED_COUNTERS:
             yield _counter(name, text, labels, counters.get(key, 0.0))
         known = {key for *_, key in COUNTERS}

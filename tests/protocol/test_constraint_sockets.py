@@ -26,6 +26,7 @@ SCHEMA = {
 }
 OBJECT = Constraint("json_schema", json.dumps(SCHEMA), complete_within_budget=True)
 SLOW = Constraint("regex", "[a-z ]{300}")
+PATIENT_S = 60.0  # the compiler starts in this very process: nobody may be taken for dead meanwhile
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def model() -> Path:
 
 
 async def test_answers_conform_and_bad_sources_never_get_in(house: House, model: Path) -> None:
-    service = await house.scheduler(model_path=str(model))
+    service = await house.scheduler(model_path=str(model), heartbeat_timeout=PATIENT_S)
     worker = await house.worker()
     detokenizer, frontend = await house.detokenizer(), await house.frontend()
     frontend.submit("plain", tokens(40, 1), 200)
@@ -55,12 +56,18 @@ async def test_answers_conform_and_bad_sources_never_get_in(house: House, model:
     assert detokenizer.streams["plain"].tokens == generate(tokens(40, 1), 200)
     assert not {"bad", "small"} & set(detokenizer.streams)
     assert worker.error is None
-    assert "bad" not in service.scheduler.core.lifecycle.requests
+    core = service.scheduler.core
+    assert "bad" not in core.lifecycle.requests
+    counters = core.compiling.counters()
+    assert (counters["grammars_compiled"], counters["grammars_refused"], counters["compiles_killed"]) == (2, 1, 0)
+    assert counters["grammar_cache_bytes"] > 0
+    assert core.metrics.counters["constrained_requests"] == 4
+    assert core.metrics.loop_cpu.snapshot()[-1] > 0
 
 
 async def test_a_dead_worker_and_an_abort_in_the_middle_of_masks(house: House, model: Path) -> None:
-    await house.scheduler(model_path=str(model))
-    lost = await house.worker("w0", step_s=0.003)
+    await house.scheduler(model_path=str(model), heartbeat_timeout=PATIENT_S)
+    lost = await house.worker("w0", step_s=0.2)
     detokenizer, frontend = await house.detokenizer(), await house.frontend()
     frontend.submit("kept", tokens(20), 80, constraint=SLOW)
     frontend.submit("gone", tokens(21), 80, constraint=SLOW)
@@ -91,7 +98,7 @@ async def test_without_a_tokenizer_constraints_are_refused_with_a_reason(house: 
 
 
 async def test_an_abort_while_compiling_ends_the_request(house: House, model: Path) -> None:
-    await house.scheduler(model_path=str(model))
+    await house.scheduler(model_path=str(model), heartbeat_timeout=PATIENT_S)
     await house.worker()
     detokenizer, frontend = await house.detokenizer(), await house.frontend()
     frontend.submit("early", tokens(20), 20, constraint=DATE)  # the compiler has just begun to start

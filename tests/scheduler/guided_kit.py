@@ -82,6 +82,9 @@ class InstantCompiling:
         if not self.held:
             self.release()
 
+    def counters(self) -> dict[str, float]:
+        return {}
+
     def release(self) -> None:
         self.held = False
         waiting, self._waiting = self._waiting, []

@@ -117,7 +117,7 @@ class FakeBackend:
         running = len(self._tasks)
         worker = WorkerStatus("w1", "cpu", True, False, 100, 60, 20, 8, running, 0, 0.1, 30, 70, 40)
         counters = {"cache_hit_tokens": 892.0, "cache_miss_tokens": 108.0, "decode_tokens": 1200.0, "requests": 7.0}
-        counters.update(gen_throughput=12.5, cache_hit_rate=0.5)
+        counters.update(gen_throughput=12.5, cache_hit_rate=0.5, constrained_requests=3.0)
         status = SystemStatus(
             epoch=self.epoch,
             ready=True,

@@ -149,6 +149,7 @@ async def test_metrics(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     bounds = [float(s.labels["le"]) for s in found["sglang:time_to_first_token_seconds_bucket"]]
     assert min(bounds) == 0.001
     assert max(bounds) == float("inf")
+    assert value(found, "sglang:num_so_requests_total") == 3
     fine = [float(s.labels["le"]) for s in found["radixfleet_mask_row_seconds_bucket"]]
     assert min(fine) == 0.00001
     assert 0.005 in [float(s.labels["le"]) for s in found["radixfleet_scheduler_loop_cpu_seconds_bucket"]]
