@@ -80,29 +80,32 @@ class Access:
         path = self._route_path(scope["path"])
         if not self.guarded:
             return Call()
-        if path in self._open:
-            return Call(is_operator=False)
         key = _presented(scope)
         known, tenant = self._holder(key)
         if known and tenant is None:
             return Call()
-        is_client = path in CLIENT or path.startswith(CLIENT_PREFIX)
-        if is_client and not self._has_tenants:
+        if not self.asks(path):
             return Call(is_operator=False)
         if not known:
             raise _unauthorized(key)
         assert tenant is not None
-        if not is_client:
+        if not _is_client(path):
             raise ApiError(403, "This needs an operator's key.", code="permission_denied")
         own = f"name:{tenant.name}" if not tenant.namespace else f"shared:{tenant.namespace}"
         return Call(tenant=tenant.name, isolation=own, is_operator=False)
+
+    def asks(self, path: str) -> bool:
+        """Whether this path needs a key, of anybody."""
+        if not self.guarded or path in self._open:
+            return False
+        return self._has_tenants or not _is_client(path)
 
     def is_work(self, scope: Scope) -> bool:
         """Whether a request makes the server work for a client, rather than asks or commands."""
         path = self._route_path(scope["path"])
         if scope["method"] not in ("POST", "PUT") or path in CONTROL:
             return False
-        return path in CLIENT or path.startswith(CLIENT_PREFIX)
+        return _is_client(path)
 
     def _route_path(self, path: str) -> str:
         """The path as routes see it: without the prefix of a proxy that does not take it away."""
@@ -119,6 +122,10 @@ class Access:
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._salt, digest_size=32).digest()
+
+
+def _is_client(path: str) -> bool:
+    return path in CLIENT or path.startswith(CLIENT_PREFIX)
 
 
 def _presented(scope: Scope) -> bytes:

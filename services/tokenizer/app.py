@@ -52,7 +52,7 @@ def create(context: Context) -> ASGIApp:
         app.include_router(family.router(context))
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    openapi.install(app)
+    openapi.install(app, context.access)
     door = Door(app, context.access, context.frontend.limits, context.measurements, context.config)
     return cors.wrap(door, context.config.cors_origins)
 

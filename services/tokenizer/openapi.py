@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from services.tokenizer import openapi_answers, schema
+from services.tokenizer.access import Access
 from services.tokenizer.errors import ErrorBody
 
 BODIES: list[type[msgspec.Struct]] = [  # and whatever `takes` is told
@@ -37,8 +38,8 @@ def takes(kind: type[msgspec.Struct], *, optional: bool = False) -> dict[str, An
     }
 
 
-def install(app: FastAPI) -> None:
-    """Let the app describe itself with our schemas among its components."""
+def install(app: FastAPI, access: Access) -> None:
+    """Let the app describe itself with our schemas among its components, and the keys it asks for."""
     _, components = msgspec.json.schema_components(BODIES, ref_template=_REF)
 
     def document() -> dict[str, Any]:
@@ -46,7 +47,17 @@ def install(app: FastAPI) -> None:
             described = get_openapi(title=app.title, version=app.version, routes=app.routes)
             described.setdefault("components", {}).setdefault("schemas", {}).update(components)
             openapi_answers.complete(described)
+            if access.guarded:
+                _ask_for_keys(described, access)
             app.openapi_schema = described
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
+
+
+def _ask_for_keys(document: dict[str, Any], access: Access) -> None:
+    """A bearer key wherever the door asks for one."""
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            operation["security"] = [{"key": []}] if access.asks(path) else []

@@ -60,11 +60,22 @@ async def test_every_route_is_denied_without_a_key(door: httpx.AsyncClient, back
             continue
         assert answer.status_code == 401, path
         error = answer.json()["error"]
-        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert error["type"] == "authentication_error"
+        assert error.get("code") == ("invalid_api_key" if not path.startswith("/v1/messages") else None)
         assert answer.headers["www-authenticate"] == "Bearer"
         assert answer.headers["x-request-id"]
     assert backend.requests == []
     assert backend.operations == []
+
+
+async def test_the_document_says_where_keys_are_asked_for(door: httpx.AsyncClient, launch: Launcher) -> None:
+    document = (await door.get("/openapi.json", headers=ALICE)).json()
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    asked = {path: operation["security"] for path, item in document["paths"].items() for operation in item.values()}
+    assert asked["/health"] == []
+    assert asked["/generate"] == asked["/flush_cache"] == [{"key": []}]
+    async with httpx.AsyncClient(base_url=(await launch()).url) as client:
+        assert "security" not in (await client.get("/openapi.json")).text
 
 
 async def test_what_is_no_good_key(door: httpx.AsyncClient) -> None:
