@@ -22,6 +22,7 @@ from services.tokenizer.routes import (
     completions,
     control,
     fleet,
+    messages,
     models,
     native,
     ops,
@@ -30,7 +31,9 @@ from services.tokenizer.routes import (
     script,
     sessions,
 )
+from services.tokenizer.routes.messages.envelope import MessagesErrors
 
+_FAMILIES = (chat, completions, responses, messages, models, native, ops, control, fleet, score, script, sessions)
 log = structlog.get_logger(__name__)
 
 
@@ -48,13 +51,13 @@ def create(context: Context) -> ASGIApp:
         docs_url=None,
         redoc_url=None,
     )
-    for family in (chat, completions, responses, models, native, ops, control, fleet, score, script, sessions):
+    for family in _FAMILIES:
         app.include_router(family.router(context))
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
     openapi.install(app, context.access)
     door = Door(app, context.access, context.frontend.limits, context.measurements, context.config)
-    return cors.wrap(door, context.config.cors_origins)
+    return cors.wrap(MessagesErrors(door), context.config.cors_origins)
 
 
 async def _api_error(request: Request, error: ApiError) -> Response:

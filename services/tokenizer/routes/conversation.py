@@ -5,8 +5,9 @@ Leaves wishes to schema, tool formats to tools and the answer's words to render/
 
 from __future__ import annotations
 
+import re
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -128,6 +129,21 @@ class Conversations:
         if reading.style is not None:
             marks = (*marks, reading.style.begin, reading.style.end)
         return any(map(self._context.text.is_special, marks))
+
+
+def renamed(error: ApiError, places: Iterable[tuple[re.Pattern[str], str]]) -> ApiError:
+    """An error with another API's names of fields."""
+    message, param = error.message, error.param or ""
+    for pattern, name in places:
+        message, param = pattern.sub(name, message), pattern.sub(name, param)
+    return ApiError(
+        error.status,
+        message,
+        param=param or None,
+        code=error.code,
+        retry_after=error.retry_after,
+        headers=error.headers,
+    )
 
 
 def template_input(

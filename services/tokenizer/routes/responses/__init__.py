@@ -16,7 +16,7 @@ from services.tokenizer.metrics import RequestTimer
 from services.tokenizer.openapi import takes
 from services.tokenizer.render.response_items import as_message
 from services.tokenizer.render.responses import ResponsesAnswerer
-from services.tokenizer.routes.conversation import Conversations, Prepared
+from services.tokenizer.routes.conversation import Conversations, Prepared, renamed
 from services.tokenizer.routes.responses import translate
 from services.tokenizer.routes.responses.fields import REFUSED_RESPONSES, ResponsesBody
 
@@ -42,7 +42,7 @@ def router(context: Context) -> APIRouter:
         try:
             return await desk.create(wishes, unknown)
         except ApiError as error:
-            raise translate.in_own_words(error) from None
+            raise renamed(error, translate.PLACES) from None
 
     @routes.get(_PATH)
     async def get_response(response_id: str) -> Response:
@@ -101,7 +101,7 @@ class _Desk:
         headers = context.ignored(unknown)
         exchange = context.exchange(prepared.group, answerer, timer, streaming=bool(wishes.stream), headers=headers)
         return exchange.adapt(
-            explain=lambda error: translate.in_own_words(prepared.explain(error)), fail=answerer.fail, settle=keep
+            explain=lambda error: renamed(prepared.explain(error), translate.PLACES), fail=answerer.fail, settle=keep
         )
 
     async def stored(self, response_id: str) -> Stored:

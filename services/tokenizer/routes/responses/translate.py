@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from services.tokenizer.errors import ApiError, invalid
+from services.tokenizer.errors import invalid
 from services.tokenizer.messages import TEXT_PARTS
 from services.tokenizer.routes.responses.fields import ResponsesBody
 from services.tokenizer.schema import ChatBody, SamplingFields
@@ -21,7 +21,7 @@ ROLES = ("user", "assistant", "system", "developer")
 INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _MOST_METADATA = 16
-_PLACES = (
+PLACES = (
     (re.compile(r"tools\[(\d+)\]\.function"), r"tools[\1]"),
     (re.compile(r"tool_choice\.function"), "tool_choice"),
     (re.compile(r"max_completion_tokens"), "max_output_tokens"),
@@ -65,14 +65,6 @@ def messages(items: str | list[dict[str, Any]]) -> list[Message]:
     for index, item in enumerate(items):
         _add(found, item, f"input[{index}]")
     return found
-
-
-def in_own_words(error: ApiError) -> ApiError:
-    """An error of the chat side with this endpoint's names of fields."""
-    message, param = error.message, error.param or ""
-    for pattern, name in _PLACES:
-        message, param = pattern.sub(name, message), pattern.sub(name, param)
-    return ApiError(error.status, message, param=param or None, code=error.code, retry_after=error.retry_after)
 
 
 def _check(wishes: ResponsesBody) -> None:
