@@ -145,6 +145,11 @@ class Backend(Protocol):
         """Whether `script` can be asked for. May ask the server once."""
         ...
 
+    @property
+    def wants_guesses(self) -> bool:
+        """Whether one call for several generations is worth guessing what the program will say between them."""
+        ...
+
     def script(self, prompt: Prompt, steps: Sequence[Step], tag: str, *, deltas: bool) -> Iterator[News]:
         """Run steps one after another in one request; each continues the ids of those before it.
 

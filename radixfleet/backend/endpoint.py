@@ -111,6 +111,8 @@ class RuntimeEndpoint:
             for ids, answer in zip(lists, answers, strict=True)
         ]
 
+    wants_guesses = False  # a script saves the same requests and guesses nothing
+
     @property
     def has_scripts(self) -> bool:
         return self._learnt().scripts

@@ -91,6 +91,7 @@ class OpenAI:
         yield Answer(text, {"finish_reason": {"type": finish}})
 
     has_scripts = False
+    wants_guesses = True
 
     def script(self, prompt: Prompt, steps: Sequence[Step], tag: str, *, deltas: bool) -> Iterator[News]:
         raise Unsupported("OpenAI's API has no scripts")

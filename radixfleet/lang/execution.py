@@ -56,6 +56,7 @@ class Execution:
             inline=settings.inline or not settings.options.concurrent,
             options=settings.options,
             bindings=bindings,
+            guess_tokens=program.num_api_spec_tokens,
             shared=shared or SharedWork(),
         )
         self._executor = Executor(self._run)

@@ -17,6 +17,7 @@ from typing import Any
 from radixfleet.lang.errors import LanguageError, UnsetVariable
 from radixfleet.lang.evaluate import evaluate
 from radixfleet.lang.feed import Feed
+from radixfleet.lang.guess import Guess
 from radixfleet.lang.ir import items_of, names_set_by
 from radixfleet.lang.log import Chunk, Log
 from radixfleet.lang.run import Run
@@ -49,7 +50,7 @@ class Executor:
         self.error_seen = False
         self.helpers: set[int] = set()  # threads at work for this state
         self.following: list[Any] = []  # what comes after the expression at hand in the one that was appended
-        self.feed: Feed | None = None  # answers that come ahead of their expressions
+        self.feed: Feed | Guess | None = None  # answers that come ahead of their expressions
         self._queue: deque[list[Any]] = deque()
         self._coming: Counter[str] = Counter()
         self._first = parent is None

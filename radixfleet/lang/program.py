@@ -26,7 +26,9 @@ Function = Callable[..., Any]
 class Program:
     """A function whose first parameter is `s`. Calling it runs it; inside another program, give that one's state."""
 
-    def __init__(self, function: Function, bound: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, function: Function, bound: Mapping[str, Any] | None = None, num_api_spec_tokens: int | None = None
+    ) -> None:
         names = list(inspect.signature(function).parameters)
         if not names or names[0] != "s":
             raise TypeError(f"the first parameter of {function.__name__} must be s, the program's state")
@@ -34,10 +36,11 @@ class Program:
         self.function = function
         self.arg_names = names[1:]
         self.bound = dict(bound or {})
+        self.num_api_spec_tokens = num_api_spec_tokens or 0
 
     def bind(self, **arguments: Any) -> Program:
         """The same program with some arguments given already."""
-        return Program(self.function, {**self.bound, **arguments})
+        return Program(self.function, {**self.bound, **arguments}, self.num_api_spec_tokens)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], ProgramState | TracedState):
@@ -179,11 +182,12 @@ def function(func: None = None, num_api_spec_tokens: int | None = None) -> Calla
 def function(func: Function | None = None, num_api_spec_tokens: int | None = None) -> Any:
     """Make a program of a function whose first parameter is `s`.
 
-    `num_api_spec_tokens` is taken for the sake of ported programs: each generation is a request of its own here.
+    With `num_api_spec_tokens`, on an API without scripts such as OpenAI's, a generation asks for so many tokens and the
+    generations after it in the same turn take their values from them, as long as the program's own text stands between.
     """
     if func is None:
-        return Program
-    return Program(func)
+        return lambda later: Program(later, num_api_spec_tokens=num_api_spec_tokens)
+    return Program(func, num_api_spec_tokens=num_api_spec_tokens)
 
 
 def optimizations(wish: Optimizations | bool | None) -> Optimizations:

@@ -35,6 +35,7 @@ class Run:
     inline: bool = False  # evaluate in the author's thread
     options: Optimizations = field(default_factory=Optimizations)
     bindings: Mapping[str, Any] = field(default_factory=dict)
+    guess_tokens: int = 0  # of a call that may answer several generations, on APIs without scripts
     shared: SharedWork = field(default_factory=SharedWork)
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from radixfleet.backend.base import Answer
-from radixfleet.lang import chain
+from radixfleet.lang import chain, guess
 from radixfleet.lang.choices import ChoicesDecision, mean, values
 from radixfleet.lang.feed import Feed
 from radixfleet.lang.ir import Gen, Select
@@ -35,6 +35,10 @@ def _fed(state: Executor, item: Gen | Select) -> Answer | None:
     options = state.run.options
     if state.feed is None or item not in state.feed:
         state.drop_feed()
+        tokens = state.run.guess_tokens
+        if tokens and isinstance(item, Gen) and state.run.backend.wants_guesses:
+            state.feed = guess.ask(state, item, tokens)
+            return _taken(state, item) if state.feed is not None else None
         if not (options.script and options.merge and state.run.backend.has_scripts):
             return None
         found, is_open = chain.find(state, [item, *state.ahead(wait=False)])
@@ -43,6 +47,11 @@ def _fed(state: Executor, item: Gen | Select) -> Answer | None:
         if not found.worth:
             return None
         state.feed = Feed(state, found)
+    return _taken(state, item)
+
+
+def _taken(state: Executor, item: Gen | Select) -> Answer:
+    assert state.feed is not None
     answer = state.feed.take(lambda text: state.say(text, item.name))
     if state.feed.done:
         state.drop_feed()

@@ -107,6 +107,45 @@ def test_completions(api: Any, backend: Callable[..., OpenAI]) -> None:
         chat.run(backend=backend("davinci-002"))
 
 
+@function(num_api_spec_tokens=64)
+def character(s: Any) -> None:
+    s += user("Write a character.")
+    s += assistant("Name:" + gen("name", stop="\n") + "\nJob:" + gen("job", stop="\n") + "\nEnd.")
+    s += user("Another?") + assistant(gen("last"))
+
+
+def test_one_call_answers_several_generations(api: Any, backend: Callable[..., OpenAI]) -> None:
+    written = "Sure!\nName: Ann\nJob: pilot\nEnd."
+    api.answer = lambda body: (200, {"choices": [{"message": {"content": written}, "finish_reason": "stop"}]})
+    state = character.run(backend=backend())
+    assert (state["name"], state["job"]) == (" Ann", " pilot")
+    assert state.messages()[1]["content"] == "Name: Ann\nJob: pilot\nEnd."
+    assert state.get_meta_info("name")["finish_reason"] == {"type": "stop", "matched": "\n"}
+    first, second = (body for _, body, _ in api.asked)
+    assert first["messages"] == [{"role": "user", "content": "Write a character."}]
+    assert first["max_tokens"] == 64
+    assert "stop" not in first
+    assert len(second["messages"]) == 3
+
+
+def test_a_guess_that_does_not_fit_is_asked_for(api: Any, backend: Callable[..., OpenAI]) -> None:
+    texts = iter([" Ann\nAge: 7", " pilot"])
+    api.answer = lambda body: (200, {"choices": [{"text": next(texts), "finish_reason": "stop"}]})
+
+    @function(num_api_spec_tokens=64)
+    def program(s: Any) -> None:
+        s += "Name:" + gen("name", stop="\n") + "\nJob:" + gen("job", stop="\n")
+
+    state = program.bind().run(backend=backend("davinci-002"))
+    assert (state["name"], state["job"]) == (" Ann", " pilot")
+    assert [body["prompt"] for _, body, _ in api.asked] == ["Name:", "Name: Ann\nJob:"]
+    assert api.asked[1][1]["stop"] == ["\n"]
+    api.asked.clear()
+    api.answer = lambda body: (200, {"choices": [{"message": {"content": "no"}, "finish_reason": "stop"}]})
+    with pytest.raises(Unsupported, match="a turn of its own"):
+        character.run(backend=backend())
+
+
 def test_select_of_chat_models(api: Any, backend: Callable[..., OpenAI]) -> None:
     api.answer = lambda body: (200, {"choices": [{"message": {"content": '{"choice": "no"}'}}]})
 
