@@ -164,6 +164,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _launcher("--frozen-timeout", help="seconds of silence after which a service is restarted, 0: never [10]",
                   kind="float", least=0),
         _launcher("--run-dir", help="folder in which a private one for the sockets is made [the runtime folder]"),
+        Flag(("--launcher",), "who starts workers: this machine or a Ray cluster [local]", choices=("local", "ray")),
+        _launcher("--ray-address", help="of the Ray cluster; local: one on this machine alone [auto]"),
         _launcher("--worker-bind", help="tcp endpoint where workers on other hosts may join [none]"),
         _text("--curve-dir", "folder with keys for tcp between hosts, see radixfleet keygen [no keys]"),
     ),

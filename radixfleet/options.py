@@ -25,6 +25,8 @@ class ServeOptions:
     port: int = 30000
     workers: int = 1
     http_workers: int = 1
+    launcher: str = "local"
+    ray_address: str = "auto"
     skip_server_warmup: bool = False
     frozen_timeout: float = 10.0
     run_dir: str | None = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from radixfleet.app import MODULES, command, environment
+from radixfleet.app import MODULES, command, environment, on_path, package_parent
 from radixfleet.flags import PREFIX
 from radixfleet.models import SMALL_MODEL_NAME
 from radixfleet.options import ServeOptions
@@ -15,6 +15,7 @@ from radixfleet.supervise import ChildSpec
 
 SECRETS = frozenset(PREFIX + name for name in ("API_KEY", "ADMIN_API_KEY", "LAUNCH_KEY", "SSL_KEYFILE_PASSWORD"))
 MAX_TEXT_THREADS = 4
+RAY_WORKER_BIND = "tcp://0.0.0.0:5560"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def child_specs(
     """
     base = environment({**os.environ, **options.variables})
     base.update(_settings(options, model, folder))
-    worker_bind = options.worker_bind or _ipc(folder, "worker")
+    on_ray = options.launcher == "ray"
+    worker_bind = options.worker_bind or (RAY_WORKER_BIND if on_ray else _ipc(folder, "worker"))
 
     def spec(name: str, service: str, extra: Mapping[str, str] | None = None, **settings: str) -> ChildSpec:
         own = {PREFIX + key.upper(): value for key, value in settings.items()}
@@ -59,14 +61,31 @@ def child_specs(
             "detokenizer", "detokenizer", scheduler=_ipc(folder, "detokenizer"), bind=_ipc(folder, "text"), advertise=""
         ),
         *(
-            spec(f"worker-{n}", "worker", _share(options, n), scheduler=_local(worker_bind))
-            for n in range(options.workers)
+            [_on_ray(options, base, worker_bind)]
+            if on_ray
+            else [
+                spec(f"worker-{n}", "worker", _share(options, n), scheduler=_local(worker_bind))
+                for n in range(options.workers)
+            ]
         ),
         *(
             spec(name, "tokenizer", _door(options, front), scheduler=_ipc(folder, "tokenizer"), http_fd=str(fd))
             for name, fd in zip(tokenizer_names(len(front.fds)), front.fds, strict=True)
         ),
     ]
+
+
+def _on_ray(options: ServeOptions, base: Mapping[str, str], worker_bind: str) -> ChildSpec:
+    """One process that places all workers; `worker` is how its name begins, since it stops with them."""
+    arguments = ["--workers", str(options.workers), "--scheduler", worker_bind, "--address", options.ray_address]
+    if options.model_path:
+        arguments += ["--model", options.model_path]
+    if options.variable("device", "auto") == "cuda":
+        arguments += ["--gpus", options.variable("tp_size", "1")]
+    if options.variable("threads", "0") != "0":
+        arguments += ["--cpus", options.variable("threads")]
+    env = on_path({key: base[key] for key in base.keys() - SECRETS}, package_parent())
+    return ChildSpec("workers-on-ray", [*command("radixfleet.launchers_ray"), *arguments], env)
 
 
 def tokenizer_names(count: int) -> list[str]:
