@@ -21,73 +21,44 @@ sys.path.insert(0, str(ROOT))
 from radixfleet.local_server import LocalServer  # noqa: E402
 
 ENVIRONMENTS = ROOT / "build" / "clients"
+PROGRAMS = ROOT / "scripts" / "client_programs"
 
 
 @dataclass(frozen=True)
 class Client:
-    """A package and a program that ends with 0 when everything it asked came back right; argv[1] is the URL."""
+    """What to install, and the program that ends with 0 when everything it asked came back right."""
 
     package: str
     program: str
+    requirements: tuple[str, ...] = ()
 
+    @property
+    def name(self) -> str:
+        return self.package.partition("[")[0]
 
-OPENAI = """
-import asyncio, sys, openai
-url = sys.argv[1] + "/v1"
-ask = [{"role": "user", "content": "What is the capital of France?"}]
-client = openai.OpenAI(base_url=url, api_key="none")
-whole = client.chat.completions.create(model="default", messages=ask, temperature=0, max_tokens=24)
-assert "Paris" in whole.choices[0].message.content
-text = ""
-for chunk in client.chat.completions.create(model="default", messages=ask, temperature=0, max_tokens=24, stream=True):
-    text += chunk.choices[0].delta.content or ""
-assert text == whole.choices[0].message.content
-async def main():
-    async with openai.AsyncOpenAI(base_url=url, api_key="none") as many:
-        answers = await asyncio.gather(*(many.completions.create(model="default", prompt="A list: 1,", max_tokens=8,
-            temperature=0) for _ in range(8)))
-        assert len({a.choices[0].text for a in answers}) == 1
-        [m] = [m async for m in many.models.list()]
-        assert m.id
-asyncio.run(main())
-"""
-
-LITELLM = """
-import sys, litellm
-ask = [{"role": "user", "content": "What is the capital of France?"}]
-common = dict(model="openai/default", api_base=sys.argv[1] + "/v1", api_key="none", messages=ask)
-common.update(temperature=0, max_tokens=24)
-whole = litellm.completion(**common)
-assert "Paris" in whole.choices[0].message.content
-text = "".join(c.choices[0].delta.content or "" for c in litellm.completion(**common, stream=True))
-assert text == whole.choices[0].message.content
-"""
-
-LANGCHAIN = """
-import sys
-from langchain_openai import ChatOpenAI
-chat = ChatOpenAI(model="default", base_url=sys.argv[1] + "/v1", api_key="none", temperature=0, max_tokens=24)
-whole = chat.invoke("What is the capital of France?").content
-assert "Paris" in whole
-assert "".join(part.content for part in chat.stream("What is the capital of France?")) == whole
-"""
 
 CLIENTS = {
-    "openai": Client("openai", OPENAI),
-    "litellm": Client("litellm", LITELLM),
-    "langchain-openai": Client("langchain-openai", LANGCHAIN),
+    client.name.replace("_", "-"): client
+    for client in (
+        Client("openai", "openai_client.py"),
+        Client("litellm", "litellm_client.py"),
+        Client("langchain-openai", "langchain_client.py"),
+        Client("instructor", "instructor_client.py"),
+        Client("anthropic", "anthropic_client.py"),
+        Client("lm_eval[api]", "lm_eval_client.py", ("datasets", "transformers")),
+    )
 }
 
 
-def environment(name: str, package: str) -> Path:
-    """The Python of an environment with that package, made once."""
+def environment(name: str, client: Client) -> Path:
+    """The Python of an environment with that client, made once."""
     folder = ENVIRONMENTS / name
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         print(f"{name}: installing", flush=True)
         venv.create(folder, with_pip=True, clear=True)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package]
-        subprocess.run(pip, check=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, client.package, *client.requirements], check=True)
         (folder / "complete").touch()
     return python
 
@@ -104,14 +75,14 @@ def main() -> int:
     options = parser.parse_args()
     rows, failed = [], 0
     chosen = {options.only: CLIENTS[options.only]} if options.only else CLIENTS
-    pythons = {name: environment(name, client.package) for name, client in chosen.items()}
+    pythons = {name: environment(name, client) for name, client in chosen.items()}
     with LocalServer("--log-level", "warning") as server:
         for name, client in chosen.items():
-            command = [str(pythons[name]), "-c", client.program, server.url]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+            command = [str(pythons[name]), str(PROGRAMS / client.program), server.url]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
             verdict = "passes" if done.returncode == 0 else "fails"
             failed += done.returncode != 0
-            rows.append(f"| {name} {version(pythons[name], client.package)} | {verdict} |")
+            rows.append(f"| {name} {version(pythons[name], client.name)} | {verdict} |")
             print(rows[-1], done.stderr[-2000:] if done.returncode else "", flush=True)
     if options.write:
         head = (
