@@ -162,7 +162,8 @@ def main() -> None:
     models = same_weights(Path(resolve()), source)
     if options.install_only:
         return
-    results, ours = {}, []
+    results: dict[str, list[Any]] = {}
+    ours: list[str] = []
     for peer in peers:
         results[peer.name], answers = measure(peer, models, options, ours)
         ours = ours or answers

@@ -138,7 +138,7 @@ async def structured(client: Client, plan: Plan) -> AsyncIterator[Json]:
 
 def _is_person(answer: Answer) -> bool:
     try:
-        return Draft202012Validator(PERSON).is_valid(json.loads(answer.text))
+        return bool(Draft202012Validator(PERSON).is_valid(json.loads(answer.text)))
     except ValueError:
         return False
 
