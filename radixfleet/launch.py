@@ -27,6 +27,7 @@ from radixfleet.supervise import PARENT_FD, ChildFailed, Supervisor
 
 READY_LINE = "The server is fired up and ready to roll!"
 DRAIN_MARGIN_S = 10.0  # beyond the drain time the services themselves keep
+RAY_STAGE_S = 60.0  # tasks of other machines are cancelled first
 STAGE_S = 10.0  # for services whose requests have all ended
 
 
@@ -130,7 +131,7 @@ class _Launch:
         workers = [name for name in supervisor.children if name.startswith("worker")]
         stages: Sequence[tuple[Sequence[str], float]] = (
             (tokenizer_names(len(self._listeners)), drain),
-            ([*workers, "detokenizer"], STAGE_S),
+            ([*workers, "detokenizer"], RAY_STAGE_S if self._options.launcher == "ray" else STAGE_S),
             (["scheduler"], STAGE_S),
         )
         await supervisor.stop(stages)
