@@ -63,7 +63,9 @@ class Core:
         self.lifecycle.on_end = self._ended
         self.fleet = Fleet(edges.workers, config, epoch, clock, self._worker_joined, self._worker_lost)
         self.frontends = Frontends(edges.tokenizers, config.heartbeat_timeout, clock, self._tokenizer_lost)
-        self.door = Door(config, self.waiting, self.fleet, self.lifecycle.requests, self.lifecycle.compiling, clock)
+        self.door = Door(
+            config, self.waiting, self.fleet, self.lifecycle.requests, self.lifecycle.compiling, self.pins, clock
+        )
         self.masking = Masking(self.fleet, self.lifecycle, self.metrics, clock, epoch, post)
         self.compiling = Compiling(
             config.model_path, self.lifecycle, self.frontends, self.metrics, post, self._compiled, self._vocab_size

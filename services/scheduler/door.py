@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from services.scheduler.fleet import Fleet
+from services.scheduler.pins import Pins
 from services.scheduler.request import Request
 from services.scheduler.waiting import WaitingQueue
 from shared import ints
@@ -23,6 +24,7 @@ class Door:
         fleet: Fleet,
         requests: Mapping[str, Request],
         compiling: Mapping[str, Request],
+        pins: Pins,
         clock: Clock,
     ) -> None:
         self.draining = False
@@ -31,6 +33,7 @@ class Door:
         self._fleet = fleet
         self._requests = requests
         self._compiling = compiling
+        self._pins = pins
         self._clock = clock
 
     def refuse(self, message: GenerateRequest) -> RequestRejected | None:
@@ -65,8 +68,8 @@ class Door:
         config = self._config
         if not len(self._fleet) and self._clock.now() - self._fleet.changed_at > config.worker_grace:
             return _rejected(message, "no_worker", "no worker is connected", RETRY_AFTER_S)
-        if message.output_ids:
-            return None  # it was let in once
+        if message.output_ids or message.pin in self._pins:
+            return None  # it was let in once, or is the next step of a script that was
         waiting = len(self._waiting) + len(self._compiling)
         if waiting >= config.max_queued_requests:
             detail = f"{waiting} requests are waiting"

@@ -143,3 +143,21 @@ def test_a_lost_worker_takes_its_pins_along() -> None:
     assert "p" not in fleet.core.pins
     pin(fleet)
     assert cached(fleet) == len(PREFIX)
+
+
+def test_the_next_step_of_a_script_is_let_in_though_the_queue_is_full() -> None:
+    fleet = LocalFleet(hello={"num_pages": 16, "max_slots": 1}, max_queued_requests=1)
+    first = fleet.submit(PREFIX, 4, pin="s", pin_s=30.0)
+    fleet.run()
+    longer = [*PREFIX, *fleet.stream(first).tokens]
+    running = fleet.submit(tokens(20, seed=1), 30)
+    fleet.turn()
+    waiting = fleet.submit(tokens(20, seed=2), 4)
+    refused = fleet.submit(tokens(20, seed=3), 4)
+    second = fleet.submit(longer, 4, pin="s", priority=1)
+    fleet.run()
+    assert fleet.tokenizer.rejected[refused].code == "queue_full"
+    fleet.assert_answered(running, waiting, second)
+    assert fleet.request(second).arrival == fleet.request(waiting).arrival
+    order = [rid for rid in fleet.core.lifecycle.finished if rid in (waiting, second)]
+    assert order == [second, waiting]
