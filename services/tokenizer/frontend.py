@@ -134,8 +134,10 @@ class Frontend:
         An operator means anybody's. Raises ApiError where the scheduler is away.
         """
         call = calls.current()
+        tenant = "" if call.is_operator else call.tenant
+        self.streams.give_up(name, tenant)
         try:
-            self._scheduler.send(AbortRequest((), names=(name,), tenant="" if call.is_operator else call.tenant))
+            self._scheduler.send(AbortRequest((), names=(name,), tenant=tenant))
         except PeerBusy:
             raise unavailable("The scheduler is not reachable.") from None
 

@@ -165,6 +165,7 @@ class Group:
         self._waiter: asyncio.Future[None] | None = None
         self.writer: asyncio.Task[object] | None = None
         self.writing_since: float | None = None  # when the write that still waits for its client began
+        self.unwanted = False  # an abort has named it: nothing may go on from where it ends
 
     @property
     def time_left(self) -> float:
@@ -250,6 +251,12 @@ class StreamTable:
 
     def live(self) -> list[Stream]:
         return [stream for stream in self._streams.values() if not stream.done]
+
+    def give_up(self, name: str, tenant: str) -> None:
+        """Let nothing follow the tenant's groups of this name; an empty tenant means anybody's."""
+        for group in self.groups():
+            if any(name in s.names and tenant in ("", s.request.tenant) for s in group.streams):
+                group.unwanted = True
 
     def groups(self) -> set[Group]:
         return {stream.group for stream in self._streams.values()}

@@ -230,6 +230,25 @@ async def test_an_abort_ends_the_script_with_what_it_has(client: httpx.AsyncClie
     assert len(backend.requests) == 2
 
 
+async def test_an_abort_between_two_steps(
+    service: TokenizerService, client: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step has ended, the second is not sent yet."""
+    text = service.context.text
+    decode = text.decode
+
+    async def slow(ids: Any, skip_special_tokens: bool = True) -> str:
+        await client.post("/abort_request", json={"rid": "mine"})
+        return await decode(ids, skip_special_tokens)
+
+    monkeypatch.setattr(text, "decode", slow)
+    stop = Finish(FinishReason.STOP, matched_string="!")
+    backend.script = lambda request: Script([270, 271], stop)
+    answer = (await client.post("/script", json={**CHAIN, "rid": "mine"})).json()
+    assert [part["name"] for part in answer["parts"]] == ["a"]
+    assert len(backend.requests) == 1
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_in_the_second_step(
     service: TokenizerService, backend: FakeBackend, stream: bool

@@ -26,6 +26,10 @@ from services.tokenizer.scripts.prompts import Generation, Steps
 from services.tokenizer.streams import Group
 
 
+class GivenUp(Exception):
+    """An abort came between two steps."""
+
+
 class Event(NamedTuple):
     """News of part `part`: `text` that was added, or `whole` when it is complete. Neither: nothing has happened."""
 
@@ -102,9 +106,12 @@ class Chain:
                 self._pieces.append(Piece(text, bool(step.literal)))
                 continue
             aborted = False
-            async for event in news:
-                yield event
-                aborted = event.whole is not None and _is_aborted(event.whole)
+            try:
+                async for event in news:
+                    yield event
+                    aborted = event.whole is not None and _is_aborted(event.whole)
+            except GivenUp:
+                return
             if aborted:
                 return
             if index == self._last:
@@ -168,7 +175,10 @@ class Chain:
         """What is new, until all streams of the group have ended; nothing new where somebody nudged."""
         if self.gone:
             raise ClientGone
-        before, self.group = self.group, group
+        before = self.group
+        if before is not None and before.unwanted:
+            raise GivenUp
+        self.group = group
         if before is None:
             self._context.frontend.submit(group)
         else:
