@@ -127,6 +127,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _float("--mem-fraction-static", "part of the memory for weights and KV [0.6]", most=1),
         _int("--max-total-tokens", "KV pool of a worker in tokens [from free memory]"),
         _int("--max-running-requests", "requests in one batch of a worker [256]"),
+        _float("--host-cache-gb", "memory of each worker's host for KV pages that leave its device [0]"),
+        _float("--disk-cache-gb", "disk of each worker for KV pages that leave the device and the memory [0]"),
+        _text("--disk-cache-dir", "folder of the disk tier; a worker that starts again finds it there [none]"),
+        _float("--transfer-timeout", "seconds KV pages may take from one worker to another [10]"),
         _int("--max-queued-requests", "requests that may wait; more are refused [4096]", least=1),
         _int("--max-queued-tokens", "prompt tokens that may wait [16 Mi]", least=1),
         _int("--chunked-prefill-size", "prompt tokens of one step; -1: no chunks [the worker's limit]", least=-1),
@@ -156,6 +160,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _int("--kv-events-buffer", "batches of events that can be asked for again [10000]", least=1),
         _int("--decode-log-interval", "steps between two Decode batch lines [40]", least=1),
         _switch("--enable-metrics", help="accepted; /metrics is always on"),
+        _text("--metrics-custom-labels", "names that callers may label requests with, separated by commas [none]"),
         _switch("--enable-cache-report", help="accepted; cached_tokens are always reported"),
     ),
     "life": (

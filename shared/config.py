@@ -69,6 +69,7 @@ class TokenizerConfig(ServiceConfig, frozen=True, kw_only=True):
     client_stall_timeout: float = 60.0
     log_requests: bool = False
     enable_metrics: bool = True
+    metrics_custom_labels: str = ""  # names that callers may label their requests with, separated by commas
     enable_cache_report: bool = True  # accepted for compatibility; the report is always there
     stream_output: bool = False  # /generate streams deltas instead of cumulative text
     script: bool = True  # whether /script is there
@@ -137,6 +138,9 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     tp_size: Positive = 1  # ranks that share each layer's weights
     tp_rank: NonNegative = 0
     tp_meeting: str = ""  # HOST:PORT of rank 0; empty: rank 0 starts the others on its machine
+    host_cache_gb: Annotated[float, Meta(ge=0)] = 0.0  # memory for pages that leave the device
+    disk_cache_gb: Annotated[float, Meta(ge=0)] = 0.0  # and for those that leave the memory
+    disk_cache_dir: str = ""  # in a folder of its own below this one
     kv_bind: str = ""  # where other workers send pages to; empty: beside the way to the scheduler
 
 

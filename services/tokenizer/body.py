@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from services.tokenizer import calls, validation
+from services.tokenizer import calls, labels, validation
 from services.tokenizer.context import BodyBudget, Context
 from services.tokenizer.errors import ApiError, ClientGone, invalid, unavailable
 
@@ -37,6 +37,8 @@ async def read(
     calls.current().limit_time(
         validation.in_range("timeout", getattr(wishes, "timeout", None), 0, MAX_TIMEOUT_S, above=True)
     )
+    given = getattr(wishes, labels.FIELD, None)
+    calls.current().labels = context.labels.read(request.headers.get(labels.HEADER), given)
     context.refuse_unknown(unknown)
     return wishes, unknown
 

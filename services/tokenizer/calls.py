@@ -24,6 +24,7 @@ class Call:
     isolation: str = ""  # whose cache it uses; empty: everybody's
     is_operator: bool = True
     traceparent: str = ""
+    labels: tuple[str, ...] = ()  # values of the custom labels that are counted
     timeout: float = 0.0  # seconds from `started`; 0: none
     started: float = field(default_factory=time.monotonic)
     _counted: bool = False

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from services.tokenizer import calls
 from services.tokenizer.access import Access
 from services.tokenizer.errors import ApiError, invalid
 from services.tokenizer.exchange import Answerer, Exchange
 from services.tokenizer.exposition import Exposition
 from services.tokenizer.frontend import Frontend
+from services.tokenizer.labels import CustomLabels
 from services.tokenizer.metrics import Measurements, RequestTimer
 from services.tokenizer.model_folder import ModelFolder
 from services.tokenizer.response_store import ResponseStore
@@ -20,6 +22,7 @@ from services.tokenizer.sessions import Sessions
 from services.tokenizer.streams import Group
 from services.tokenizer.text import TextEngine
 from services.tokenizer.vocabulary import Vocabulary
+from shared import ints
 from shared.config import TokenizerConfig
 
 log = structlog.get_logger(__name__)
@@ -54,6 +57,7 @@ class Context:
     access: Access
     responses: ResponseStore
     sessions: Sessions = field(default_factory=Sessions.shared)
+    labels: CustomLabels = field(default_factory=CustomLabels)
     _ignored_seen: set[str] = field(default_factory=set)
 
     @property
@@ -95,6 +99,9 @@ class Context:
         streaming: bool,
         headers: Mapping[str, str],
     ) -> Exchange:
+        values = calls.current().labels
+        if values:
+            timer.on_close = lambda finished: self._count_labels(values, group, finished)
         return Exchange(
             self.frontend,
             group,
@@ -104,4 +111,13 @@ class Context:
             keep_alive_interval=self.config.keep_alive_interval,
             headers=headers,
             offload=self.text.run,
+        )
+
+    def _count_labels(self, values: tuple[str, ...], group: Group, finished: bool) -> None:
+        prompts = {id(stream.request.prompt_ids): stream.request.prompt_ids for stream in group.streams}
+        self.labels.count(
+            values,
+            finished=finished,
+            prompt_tokens=sum(map(ints.count, prompts.values())),
+            output_tokens=sum(stream.received for stream in group.streams),
         )

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from services.tokenizer.frontend import Frontend
+from services.tokenizer.labels import CustomLabels
 from services.tokenizer.load import Load
 from services.tokenizer.metrics import E2E, ITL, RESPONSES, TTFT, Measurements
 from shared.messages.control import ServiceMetrics
@@ -73,7 +74,10 @@ class _Collector:
 class Exposition:
     """Metrics over the frontend's picture; `text()` is the answer of /metrics."""
 
-    def __init__(self, frontend: Frontend, measurements: Measurements, model_name: str) -> None:
+    def __init__(
+        self, frontend: Frontend, measurements: Measurements, model_name: str, labels: CustomLabels | None = None
+    ) -> None:
+        self._custom = labels or CustomLabels()
         self._frontend = frontend
         self._measurements = measurements
         self._labels = {"model_name": model_name}
@@ -169,6 +173,7 @@ class Exposition:
         yield from (active, total, responses)
         labels_up = {**self._labels, "service_id": self._frontend.service_id}
         fresh = float(self._frontend.fresh)
+        yield from self._custom.collect(labels_up)
         yield _gauge("radixfleet_scheduler_up", "Whether the scheduler is heard", labels_up, fresh)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 
 from services.tokenizer.output import Output
 from shared.metrics import Histogram
@@ -47,6 +48,7 @@ class RequestTimer:
         self._measurements = measurements
         self._streaming = streaming  # only then does a token leave when it comes
         self._last: list[float | None] = [None] * num_streams
+        self.on_close: Callable[[bool], None] | None = None  # is told whether it finished
 
     def news(self, index: int, output: Output) -> None:
         """Tokens of stream `index` are about to be written."""
@@ -64,5 +66,7 @@ class RequestTimer:
 
     def close(self, *, finished: bool) -> None:
         self._measurements.counters["answers_finished" if finished else "answers_aborted"] += 1
+        if self.on_close is not None:
+            self.on_close(finished)
         if finished:
             self._measurements.histograms[E2E].observe(time.monotonic() - self.started)

@@ -17,6 +17,7 @@ from services.tokenizer.errors import unavailable
 from services.tokenizer.exposition import Exposition
 from services.tokenizer.frontend import Frontend
 from services.tokenizer.http_server import HttpServer
+from services.tokenizer.labels import CustomLabels
 from services.tokenizer.metrics import Measurements
 from services.tokenizer.response_store import ResponseStore
 from services.tokenizer.sampling import SeedSource
@@ -131,6 +132,7 @@ class TokenizerService:
         model = await loop.run_in_executor(None, load)
         text = await loop.run_in_executor(None, TextEngine, model, config.text_threads)
         measurements = Measurements()
+        labels = CustomLabels(config.metrics_custom_labels)
         service_id = new_service_id("tokenizer", config)
         frontend = Frontend(config.scheduler, service_id, new_incarnation(), self._clock, measurements)
         frontend.on_ready = self._announce
@@ -141,7 +143,8 @@ class TokenizerService:
             vocabulary=text.vocabulary,
             frontend=frontend,
             measurements=measurements,
-            exposition=Exposition(frontend, measurements, model.served_name),
+            exposition=Exposition(frontend, measurements, model.served_name, labels),
+            labels=labels,
             seeds=SeedSource(config.random_seed),
             started_at=int(time.time()),
             version=_version(),

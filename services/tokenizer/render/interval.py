@@ -9,7 +9,7 @@ from services.tokenizer.output import Output
 
 
 class IntervalAnswerer:
-    """The first tokens go out at once, later ones when `intervals[index]` of them have gathered, and the end at once."""
+    """The first tokens and the end go out at once, others when `intervals[index]` of them have gathered."""
 
     def __init__(self, inner: Answerer, intervals: Sequence[int]) -> None:
         self._inner = inner
