@@ -211,6 +211,20 @@ def test_time_out(fake: FakeServer) -> None:
     release.set()
 
 
+def test_time_out_of_one_item(fake: FakeServer) -> None:
+    """The others finish, and no thread is left."""
+    release = threading.Event()
+    fake.delay = lambda prompt: release.wait(20) and None if "slow" in prompt else None
+    backend = RuntimeEndpoint(fake.url, timeout=1.0)
+    with pytest.raises(BatchError, match="1 of 3 items failed; item 1: BackendTimeout") as failure:
+        two_steps.run_batch([("one",), ("slow",), ("two",)], backend=backend)
+    assert failure.value.states[0]["b"]
+    assert failure.value.states[2]["b"]
+    assert not program_threads()
+    release.set()
+    backend.close()
+
+
 def test_no_backend() -> None:
     set_default_backend(None)
     with pytest.raises(LanguageError, match="set_default_backend"):
