@@ -52,6 +52,8 @@ class _Account:
         self.cached_tokens = 0
         self.output_tokens = 0
         self.live = 0
+        self.refusal: RequestRejected | None = None  # of its last HTTP request, and the names of that
+        self.refused_names: frozenset[str] = frozenset()
 
 
 class Tenants:
@@ -64,9 +66,19 @@ class Tenants:
 
     def refuse(self, message: GenerateRequest) -> RequestRejected | None:
         """The refusal of a request beyond its tenant's budgets, or None."""
-        if not message.tenant or not message.counted or message.output_ids:
-            return None  # what belongs to a request that was let in is let in
+        if not message.tenant or message.output_ids:
+            return None  # what was let in once is let in again
         account = self._account(message.tenant)
+        if message.counted:
+            account.refusal = self._refusal(account, message)
+            account.rejected += account.refusal is not None
+            return account.refusal
+        first = account.refusal  # whatever belongs to a request that was refused is refused with it
+        if first is None or account.refused_names.isdisjoint(message.names):
+            return None
+        return RequestRejected(message.request_id, "rate_limited", first.detail, first.retry_after_s)
+
+    def _refusal(self, account: _Account, message: GenerateRequest) -> RequestRejected | None:
         now = self._clock.now()
         tenant = account.tenant
         if wait := account.requests.wait(1, now):
@@ -75,7 +87,7 @@ class Tenants:
             detail = f"{tenant.name} may use {tenant.tokens_per_minute} tokens a minute"
         else:
             return None
-        account.rejected += 1
+        account.refused_names = frozenset(message.names)
         return RequestRejected(message.request_id, "rate_limited", detail, wait)
 
     def admitted(self, request: Request) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.scheduler.tenants import Bucket
 from shared import ints
 from shared.messages.request import AbortRequest, Operation, RequestRejected, TenantUsage
 from shared.messages.stream import FinishReason
@@ -55,6 +59,23 @@ def test_choices_of_one_request_count_once(tmp_path: Path) -> None:
     fleet.assert_answered(*rids)
     used = usage(fleet, "alice")
     assert (used.requests, used.prompt_tokens, used.output_tokens, used.live) == (1, 5, 8, 0)
+
+
+def test_what_belongs_to_a_refused_request_is_refused_with_it(tmp_path: Path) -> None:
+    fleet = LocalFleet(api_key_file=key_file(tmp_path, "alice k1 1"))
+
+    def send(name: str) -> list[bool]:
+        rids = [
+            fleet.submit(tokens(5), 2, rid=f"{name}.{i}", tenant="alice", counted=i == 0, names=(f"{i}", name))
+            for i in range(3)
+        ]
+        return [refused(fleet, rid) is not None for rid in rids]
+
+    assert send("first") == [False] * 3
+    assert send("second") == [True] * 3
+    fleet.clock.advance(60)
+    assert send("third") == [False] * 3
+    assert usage(fleet, "alice").rejected == 1
 
 
 def test_tokens_a_minute_are_paid_for_when_they_are_known(tmp_path: Path) -> None:
@@ -121,3 +142,59 @@ def test_abort_all_of_one_tenant() -> None:
     assert fleet.request(mine).finish is not None
     assert fleet.request(mine).finish.reason is FinishReason.ABORT  # type: ignore[union-attr]
     fleet.assert_answered(theirs)
+
+
+STEPS = st.lists(st.tuples(st.floats(0, 30), st.integers(0, 12)), max_size=40)
+
+
+@given(per_minute=st.integers(1, 30), steps=STEPS)
+def test_a_bucket_never_gives_more_than_it_had_and_got(per_minute: int, steps: list[tuple[float, int]]) -> None:
+    now = given_away = 0.0
+    bucket = Bucket(per_minute, now)
+    for pause, wishes in steps:
+        now += pause
+        for _ in range(wishes):
+            wait = bucket.wait(1, now)
+            if not wait:
+                bucket.take(1)
+                given_away += 1
+            else:
+                assert wait <= 60 / per_minute + 1e-6
+        assert given_away <= per_minute + now * per_minute / 60 + 1e-6
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("submit"), st.sampled_from("abc"), st.integers(1, 30)),
+    st.tuples(st.just("abort"), st.sampled_from("abc"), st.integers(0, 9)),
+    st.tuples(st.just("turn"), st.just(""), st.integers(1, 3)),
+    st.tuples(st.just("abort_all"), st.sampled_from("abc"), st.just(0)),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(actions=st.lists(ACTIONS, max_size=25))
+def test_books_of_tenants_are_even_whatever_happens(actions: list[tuple[str, str, int]]) -> None:
+    fleet = LocalFleet()
+    sent = 0
+    for kind, tenant, number in actions:
+        if kind == "submit":
+            name = f"n{sent % 5}"
+            fleet.submit(tokens(number, seed=sent), number, rid=f"{tenant}:{sent}", tenant=tenant, names=(name,))
+            sent += 1
+        elif kind == "abort":
+            fleet.from_tokenizer(AbortRequest((), names=(f"n{number}",), tenant=tenant))
+        elif kind == "abort_all":
+            fleet.from_tokenizer(Operation(99, "abort_all", tenant=tenant))
+        else:
+            for _ in range(number):
+                fleet.turn()
+                for worker in fleet.workers.values():
+                    if worker.commands:
+                        fleet.step(worker)
+    fleet.run()
+    used = fleet.core.board.build().tenants
+    assert len(fleet.core.names) == 0
+    assert all(tenant.live == 0 for tenant in used)
+    assert sum(tenant.requests for tenant in used) == sent
+    finished = fleet.core.lifecycle.requests.values()
+    assert sum(tenant.output_tokens for tenant in used) == sum(len(request.output) for request in finished)
