@@ -17,7 +17,7 @@ from shared.clock import ManualClock
 from shared.config import SchedulerConfig
 from shared.messages.control import Heartbeat, Hello, Ping, Pong
 from shared.messages.edges import ToDetokenizer, ToTokenizer, ToWorker
-from shared.messages.kv import KvCancel, KvDone, KvReady, KvReceive, KvSend
+from shared.messages.kv import KvCancel, KvDone, KvLoad, KvReady, KvReceive, KvSend, KvStore, KvStored
 from shared.messages.request import (
     AbortRequest,
     GenerateRequest,
@@ -157,6 +157,9 @@ class LocalWorker:
         self.receives: dict[int, KvReceive] = {}  # transfers it awaits
         self.sends: dict[int, KvSend] = {}
         self.cancelled: list[int] = []
+        self.stores: list[tuple[int, KvStore]] = []  # with the number of steps that come before
+        self.loads: dict[int, KvLoad] = {}
+        self.tiers: dict[tuple[str, int], Any] = {}  # what each slot holds
 
     def receive(self, message: Any, *frames: bytes) -> None:
         if isinstance(message, KvReceive):
@@ -165,6 +168,10 @@ class LocalWorker:
             self.sends[message.transfer_id] = message
         elif isinstance(message, KvCancel):
             self.cancelled.append(message.transfer_id)
+        elif isinstance(message, KvStore):
+            self.stores.append((self.engine.next_step + len(self.commands), message))
+        elif isinstance(message, KvLoad):
+            self.loads[message.transfer_id] = message
         elif isinstance(message, TokenMasks):
             assert message.step_id not in self.masks, "masks twice"
             self.masks[message.step_id] = (message.slots, frames[0])
@@ -287,6 +294,7 @@ class LocalFleet:
 
     def step(self, worker: LocalWorker, *, deliver: bool = True) -> Any:
         """The worker executes its oldest command and, with `deliver`, its result arrives."""
+        self.kv_store(worker)
         command = worker.commands.pop(0)
         if command.masked_slots and command.step_id not in worker.masks:
             self.turn()  # the fill job has answered by now
@@ -315,6 +323,22 @@ class LocalFleet:
                 target.engine.write_page(page, content)
         self._kv_done(target, transfer_id, "received", ok=not spoil)
 
+    def kv_store(self, worker: LocalWorker, *, ok: bool = True) -> None:
+        """What is to be kept in a tier and has its turn, among the steps."""
+        while worker.stores and worker.stores[0][0] <= worker.engine.next_step:
+            order = worker.stores.pop(0)[1]
+            for page, slot in zip(ints.unpack(order.pages), ints.unpack(order.slots), strict=True):
+                cells = worker.engine.read_page(page) if order.source == "device" else worker.tiers["host", page]
+                worker.tiers[order.tier, slot] = cells
+            self.from_worker(worker, KvStored(order.order_id, worker.hello.incarnation, order.tier, ok))
+
+    def kv_load(self, worker: LocalWorker, transfer_id: int, *, spoil: bool = False) -> None:
+        order = worker.loads.pop(transfer_id)
+        if not spoil:
+            for page, slot in zip(ints.unpack(order.pages), ints.unpack(order.slots), strict=True):
+                worker.engine.write_page(page, worker.tiers[order.tier, slot])
+        self._kv_done(worker, transfer_id, "received", ok=not spoil)
+
     def kv_obey_cancels(self) -> None:
         """Whoever was told to give a transfer up, and is not through with it, says so."""
         for worker in self.workers.values():
@@ -323,6 +347,8 @@ class LocalFleet:
                     self._kv_done(worker, transfer_id, "received", ok=False)
                 if worker.sends.pop(transfer_id, None) is not None:
                     self._kv_done(worker, transfer_id, "sent", ok=False)
+                if worker.loads.pop(transfer_id, None) is not None:
+                    self._kv_done(worker, transfer_id, "received", ok=False)
             worker.cancelled.clear()
 
     def kv_work(self) -> bool:
@@ -339,7 +365,12 @@ class LocalFleet:
         for number in sends:
             if any(number in worker.sends for worker in self.workers.values()):
                 self.kv_move(number)
-        return bool(sends or waits or cancels)
+        loads = [(worker, number) for worker in self.workers.values() for number in worker.loads]
+        for worker, number in loads:
+            self.kv_load(worker, number)
+        for worker in self.workers.values():
+            self.kv_store(worker)
+        return bool(sends or waits or cancels or loads)
 
     def _kv_done(self, worker: LocalWorker, transfer_id: int, side: Any, *, ok: bool) -> None:
         self.from_worker(worker, KvDone(transfer_id, worker.hello.incarnation, side, ok, "" if ok else "spoilt"))

@@ -20,13 +20,11 @@ from services.gpu_worker.faults import ProtocolError
 from services.gpu_worker.memory import resident_bytes
 from services.gpu_worker.session import Session
 from services.gpu_worker.startup import StartedEngine, start_engine
-from services.gpu_worker.transfer.address import bind_address
-from services.gpu_worker.transfer.page_io import PageIO
-from services.gpu_worker.transfer.transfers import Transfers
+from services.gpu_worker.transfer.moves import PageMoves
 from shared.config import WorkerConfig
 from shared.messages.control import Heartbeat, Ping, Pong
-from shared.messages.edges import ToWorker
-from shared.messages.kv import KvCancel, KvReceive, KvSend
+from shared.messages.edges import KvOrder, ToWorker
+from shared.messages.kv import KvCancel, KvLoad, KvReceive, KvSend, KvStore
 from shared.messages.step import (
     Drain,
     StepCommand,
@@ -67,7 +65,7 @@ class Worker:
         self._compute: ComputeThread | None = None
         self._loading = False
         self._session: Session | None = None
-        self._transfers: Transfers | None = None
+        self._pages: PageMoves | None = None
         self._client: Client[ToWorker] | None = None
         self._hello_timer: asyncio.TimerHandle | None = None
         self._drained = asyncio.Event()
@@ -82,18 +80,11 @@ class Worker:
         self._loading = True
         started = await self._compute.call(lambda: self._start_engine(self._config))
         self._loading = False
-        self._transfers = transfers = self._make_transfers(started)
-        self._hello = msgspec.structs.replace(
-            started.hello, kv_endpoints=transfers.endpoints if started.hello.tp_size == 1 else ()
-        )
+        self._pages = PageMoves(self._config, self._worker_id, started, self._compute, self._send)
+        self._hello = self._pages.complete(started.hello)
         self._gauges = started.gauges
         self._executor = Executor(started.engine, Activity(), self._compute, self._reply)
         self._connect()
-
-    def _make_transfers(self, started: StartedEngine) -> Transfers:
-        config = self._config
-        endpoint = bind_address(config.kv_bind, config.scheduler, self._worker_id)
-        return Transfers(PageIO(started.engine.kv_cache), endpoint, self._send)
 
     async def drain(self) -> None:
         """Ask the scheduler to move our requests away; execute until it says Drain or the time-out."""
@@ -112,8 +103,8 @@ class Worker:
         """Give up what runs, close the socket, end the compute thread if it can end."""
         self._end_session()
         self._disconnect()
-        if self._transfers is not None:
-            self._transfers.close()
+        if self._pages is not None:
+            self._pages.close()
         if self._compute is not None:
             await self._compute.stop(0.0 if self._loading else STOP_TIMEOUT_S)
 
@@ -130,8 +121,8 @@ class Worker:
         gauges = {**self._gauges, **activity.gauges()}
         gauges["memory_bytes"] = float(resident_bytes())
         gauges["draining"] = float(self._draining)
-        if self._transfers is not None:
-            gauges.update(self._transfers.gauges())
+        if self._pages is not None:
+            gauges.update(self._pages.gauges())
         self._client.try_send(
             Heartbeat(
                 service_id=self._worker_id,
@@ -187,8 +178,8 @@ class Worker:
             self._session.end()
             self._session = None
             self._executor.reset()
-        if self._transfers is not None:
-            self._transfers.end()
+        if self._pages is not None:
+            self._pages.end()
 
     def _leave(self, why: str, exit_code: int) -> None:
         (log.error if exit_code else log.info)("leaving", reason=why)
@@ -238,14 +229,14 @@ class Worker:
                 self._on_drain()
             case Ping(nonce=nonce):
                 self._send(Pong(nonce, healthy=self._session is not None and self._session.is_live))
-            case KvSend() | KvReceive() | KvCancel():
-                self._on_transfer(message)
+            case KvSend() | KvReceive() | KvCancel() | KvStore() | KvLoad():
+                self._on_pages(message)
             case _:
                 log.debug("nothing to do", message=type(message).__name__)
 
-    def _on_transfer(self, message: KvSend | KvReceive | KvCancel) -> None:
-        if self._transfers is not None and self._session is not None and self._session.is_live:
-            self._transfers.handle(message)
+    def _on_pages(self, message: KvOrder) -> None:
+        if self._pages is not None and self._session is not None and self._session.is_live:
+            self._pages.handle(message)
 
     def _on_command(self, command: StepCommand) -> None:
         session = self._session
@@ -272,8 +263,8 @@ class Worker:
             return  # the answer to a hello that was repeated
         self._end_session()
         self._session = Session(self._incarnation, welcome.epoch, self._config.max_inflight_steps)
-        if self._transfers is not None:
-            self._transfers.begin(self._incarnation)
+        if self._pages is not None:
+            self._pages.begin(self._incarnation)
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         log.info("welcome", epoch=welcome.epoch, incarnation=self._incarnation)

@@ -26,6 +26,7 @@ from services.scheduler.seats import Seats
 from services.scheduler.settle import Settler
 from services.scheduler.status import StatusBoard
 from services.scheduler.tenants import Tenants
+from services.scheduler.tiers import Tiers
 from services.scheduler.waiting import WaitingQueue
 from services.scheduler.watch import Watch
 from services.scheduler.worker import Worker
@@ -76,9 +77,19 @@ class Core:
     def _compose_deciders(self) -> None:
         split = self.config.chunked_prefill_size >= 0
         timeout = self.config.transfer_timeout
+        self.tiers = Tiers(self.tree, self.fleet, self.metrics)
+        self.seats.keep = self.tiers.keep
         self.migration = Migration(
-            self.tree, self.seats, self.fleet, self.metrics, self.clock, timeout, self._moved_in_vain
+            self.tree,
+            self.seats,
+            self.fleet,
+            self.metrics,
+            self.clock,
+            timeout,
+            give_up=self._moved_in_vain,
+            spoilt=self.tiers.empty,
         )
+        self.tiers.emptied = self.migration.cancel_all
         self.placement = Placement(
             self.tree,
             self.seats,
@@ -172,12 +183,14 @@ class Core:
 
     def _worker_joined(self, worker: Worker) -> None:
         self.tree.add_worker(worker.key)
+        self.tiers.join(worker)
 
     def _worker_lost(self, worker: Worker, blame: bool) -> None:
         if blame:
             self.metrics.count("workers_lost")
         self.lifecycle.lose_worker(worker, blame=blame)
         self.tree.drop_worker(worker.key)
+        self.tiers.lose(worker)
         self.migration.lose_worker(worker)
 
     def _moved_in_vain(self, request: Request) -> None:

@@ -161,8 +161,13 @@ class Fleet:
         return None
 
     def send(self, worker: Worker, message: msgspec.Struct, *frames: bytes | memoryview) -> bool:
-        """To a worker of the fleet. One that cannot take it is lost: credits stay far below its queue."""
+        """To a worker of the fleet, after the orders that must arrive before anything else.
+
+        One that cannot take it is lost: credits stay far below its queue.
+        """
         try:
+            while worker.orders:
+                self._edge.send(worker.identity, worker.orders.popleft())
             self._edge.send(worker.identity, message, *frames)
         except PeerGone:
             self.drop(worker, "connection lost")

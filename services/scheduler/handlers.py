@@ -11,7 +11,7 @@ from services.scheduler.core import Core
 from services.scheduler.lifecycle import abort, error
 from services.scheduler.request import Request
 from shared.messages.control import Heartbeat, Hello, Ping, Pong
-from shared.messages.kv import KvDone, KvReady
+from shared.messages.kv import KvDone, KvInventory, KvReady, KvStored
 from shared.messages.request import AbortRequest, GenerateRequest, Operation, RequestRejected, StreamAck
 from shared.messages.step import StepResult, WorkerDrain, WorkerFault, WorkerHello
 from shared.messages.stream import Finish, FinishReason, StopMatched
@@ -46,6 +46,8 @@ class Handlers:
             WorkerFault: self._worker_fault,
             KvReady: self._kv_ready,
             KvDone: self._kv_done,
+            KvStored: self._kv_stored,
+            KvInventory: self._kv_inventory,
             WorkerDrain: self._worker_drain,
         }
 
@@ -172,6 +174,7 @@ class Handlers:
             core.kv_events.step_done(worker.key, step.step_id)
         try:
             core.settler.settle(worker, step, message)
+            core.migration.stepped(worker)
             core.masking.look(worker)
         except Exception:
             core.metrics.count("internal_errors")
@@ -188,6 +191,16 @@ class Handlers:
         worker = self._core.fleet.known(identity, message.incarnation)
         if worker is not None:
             self._core.migration.done(worker, message)
+
+    def _kv_stored(self, identity: bytes, message: KvStored) -> None:
+        worker = self._core.fleet.known(identity, message.incarnation)
+        if worker is not None:
+            self._core.tiers.stored(worker, message)
+
+    def _kv_inventory(self, identity: bytes, message: KvInventory) -> None:
+        worker = self._core.fleet.known(identity, message.incarnation)
+        if worker is not None:
+            self._core.tiers.inventory(worker, message)
 
     def _worker_fault(self, identity: bytes, message: WorkerFault) -> None:
         worker = self._core.fleet.known(identity, message.incarnation)

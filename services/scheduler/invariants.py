@@ -39,6 +39,10 @@ def _check_pages(tree: RadixTree, worker: Worker) -> None:
     wrong = {page: owners[page] for page in range(worker.pool.num_pages) if owners[page] != 1}
     assert not wrong, f"{worker.key}: pages with another number of holders than one: {dict(list(wrong.items())[:8])}"
     assert len(owners) == worker.pool.num_pages, f"{worker.key}: pages outside the pool"
+    for tier in worker.tiers.values():
+        held = list(tree.pages_of(tier.key))
+        assert len(held) == len(set(held)) == tier.pool.num_pages - tier.pool.free, f"{tier.key}: pages are lost"
+        assert not any(tier.pool.is_free(page) for page in held), f"{tier.key}: a page is held and free"
 
 
 def _check_seats(worker: Worker) -> None:

@@ -1,6 +1,7 @@
 """Pages on their way from one worker to another: leases, quarantine, deadlines. Leaves whether to move to placement.
 
-    start: lease on both sides, pages of the target in quarantine     KvReceive -> target
+    start: lease on both sides, pages of the target in quarantine
+    no step in flight there is older than that                        KvReceive -> target
     KvReady  <- target                                                KvSend    -> source
     KvDone   <- source: its lease is released
     KvDone   <- target: the pages enter the tree (or are free again), its lease is released
@@ -13,8 +14,10 @@ page that has another owner. They are inserted by their tokens, since nodes may 
 from __future__ import annotations
 
 import secrets
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import structlog
 
@@ -28,7 +31,7 @@ from services.scheduler.seats import Seats
 from services.scheduler.worker import Worker
 from shared import ints
 from shared.clock import Clock
-from shared.messages.kv import KvCancel, KvDone, KvReady, KvReceive, KvSend
+from shared.messages.kv import KvCancel, KvDone, KvLoad, KvReady, KvReceive, KvSend
 
 log = structlog.get_logger(__name__)
 
@@ -53,15 +56,21 @@ class Transfer:
     pages: list[int]  # of the target
     started: float
     deadline: float
+    tier: Literal["", "host", "disk"] = ""  # of the target itself, where they come from
     requests: list[Request] = field(default_factory=list)  # that wait for it
     sending: bool = False  # the source was told and is not through
+    after_step: int = -1  # of the target: until then its steps may use the pages
+    told: bool = False  # the target has its order
     receiving: bool = True  # the target is not through
     arrived: bool = False  # the pages are in the tree
     failed: str = ""  # why it is given up
 
 
 class Migration:
-    """`give_up(request)` is called for each request of a failed transfer before it is placed anew."""
+    """`give_up(request)` is called for each request of a failed transfer before it is placed anew.
+
+    `spoilt(worker, tier, reason)` is called where a tier could not give back what it should have.
+    """
 
     def __init__(
         self,
@@ -71,7 +80,8 @@ class Migration:
         metrics: Metrics,
         clock: Clock,
         timeout: float,
-        give_up: Callable[[Request], None] = lambda request: None,
+        give_up: Callable[[Request], None],
+        spoilt: Callable[[Worker, str, str], None],
     ) -> None:
         self.transfers: dict[int, Transfer] = {}
         self.rates = Rates()
@@ -82,6 +92,7 @@ class Migration:
         self._clock = clock
         self._timeout = timeout
         self._give_up = give_up
+        self._spoilt = spoilt
 
     @property
     def workers(self) -> Iterable[Worker]:
@@ -89,13 +100,16 @@ class Migration:
 
     @property
     def possible(self) -> bool:
-        """Whether there are two workers that could move pages, ever."""
-        return self._tree.enabled and sum(bool(worker.hello.kv_endpoints) for worker in self._fleet) > 1
+        """Whether there are two workers that could move pages, or one that could bring some back."""
+        if not self._tree.enabled:
+            return False
+        movers = sum(bool(worker.hello.kv_endpoints) for worker in self._fleet)
+        return movers > 1 or any(worker.tiers for worker in self._fleet)
 
-    def seconds(self, source: Worker, target: Worker, num_pages: int) -> float:
+    def seconds(self, source: Worker, target: Worker, num_pages: int, tier: str = "") -> float:
         """How long so many pages would take, behind what both are moving already."""
         ahead = max(self._pages_under_way(source), self._pages_under_way(target))
-        return self.rates.move_seconds((ahead + num_pages) * target.hello.kv_bytes_per_page)
+        return self.rates.move_seconds((ahead + num_pages) * target.hello.kv_bytes_per_page, tier)
 
     def under_way(self, target: Worker, namespace: bytes, tokens: bytes) -> Transfer | None:
         """The one that brings most of `tokens` there."""
@@ -126,9 +140,29 @@ class Migration:
         target.transfers.add(transfer.transfer_id)
         target.quarantine[transfer.transfer_id] = transfer.pages
         self.wait_for(transfer, request)
+        transfer.after_step = target.next_step_id - 1
         self._metrics.count("transfers")
-        self._fleet.send(target, KvReceive(transfer.transfer_id, ints.pack(transfer.pages), transfer.source.worker_id))
+        self._tell_target(transfer)
         return True
+
+    def stepped(self, worker: Worker) -> None:
+        """The result of a step is in."""
+        for number in list(worker.transfers):
+            transfer = self.transfers.get(number)
+            if transfer is not None and transfer.target is worker:
+                self._tell_target(transfer)
+
+    def _tell_target(self, transfer: Transfer) -> None:
+        """Pages come beside the steps: only when those are done that were dispatched before the pages were free."""
+        if not transfer.told and transfer.receiving and transfer.target.settled_step >= transfer.after_step:
+            transfer.told = True
+            self._fleet.send(transfer.target, self._first_order(transfer))
+
+    def _first_order(self, transfer: Transfer) -> KvReceive | KvLoad:
+        number, pages = transfer.transfer_id, ints.pack(transfer.pages)
+        if not transfer.tier:
+            return KvReceive(number, pages, transfer.source.worker_id)
+        return KvLoad(number, transfer.tier, ints.pack(_their_pages(transfer)), pages)
 
     def _prepare(self, request: Request, source: Source, target: Worker) -> Transfer | None:
         tree = self._tree
@@ -146,10 +180,12 @@ class Migration:
             tree.release(here)
             return None
         now = self._clock.now()
-        expected = self.seconds(source.worker, target, missing)
+        expected = self.seconds(source.worker, target, missing, source.tier)
         deadline = now + min(self._timeout, max(MIN_DEADLINE_S, PATIENCE * expected))
         number = secrets.randbits(62)  # not to be guessed by whoever can reach a worker's socket
-        return Transfer(number, source.worker, target, request.namespace, prefix, there, here, pages, now, deadline)
+        return Transfer(
+            number, source.worker, target, request.namespace, prefix, there, here, pages, now, deadline, source.tier
+        )
 
     def _lease(self, namespace: bytes, prefix: bytes, key: str) -> Lease:
         lease = self._tree.acquire(self._tree.match(namespace, prefix), key)
@@ -160,14 +196,12 @@ class Migration:
 
     def ready(self, worker: Worker, message: KvReady) -> None:
         transfer = self.transfers.get(message.transfer_id)
-        if transfer is None or transfer.target is not worker or transfer.failed or transfer.sending:
+        if transfer is None or transfer.target is not worker or transfer.failed or transfer.sending or transfer.tier:
             return
         transfer.sending = True
-        pages = transfer.source_lease.pages[transfer.target_lease.num_pages :][: len(transfer.pages)]
-        self._fleet.send(
-            transfer.source,
-            KvSend(transfer.transfer_id, ints.pack(pages), worker.worker_id, worker.hello.kv_endpoints),
-        )
+        pages = ints.pack(_their_pages(transfer))
+        order = KvSend(transfer.transfer_id, pages, worker.worker_id, worker.hello.kv_endpoints)
+        self._fleet.send(transfer.source, order)
 
     def done(self, worker: Worker, message: KvDone) -> None:
         transfer = self.transfers.get(message.transfer_id)
@@ -180,6 +214,8 @@ class Migration:
             transfer.receiving = False
             self._take_out_of_quarantine(transfer, arrived=message.ok and not transfer.failed)
         if not message.ok:
+            if transfer.tier and not transfer.failed:
+                self._spoilt(worker, transfer.tier, message.detail)
             self.fail(transfer, f"{message.side}: {message.detail}")
         self._forget_if_over(transfer)
 
@@ -197,9 +233,12 @@ class Migration:
     def _count(self, transfer: Transfer) -> None:
         pages = len(transfer.pages)
         num_bytes = pages * transfer.target.hello.kv_bytes_per_page
-        transfer.source.pages_out += pages
         transfer.target.pages_in += pages
-        self.rates.moved(num_bytes, self._clock.now() - transfer.started)
+        self.rates.moved(num_bytes, self._clock.now() - transfer.started, transfer.tier)
+        if transfer.tier:
+            self._metrics.count(f"{transfer.tier}_reloaded_tokens", pages * self._tree.page_size)
+            return
+        transfer.source.pages_out += pages
         self._metrics.count("transferred_tokens", pages * self._tree.page_size)
         self._metrics.count("transferred_bytes", num_bytes)
 
@@ -222,13 +261,18 @@ class Migration:
             self._tree.release(transfer.source_lease)
         elif transfer.source in self._fleet:
             self._fleet.send(transfer.source, cancel)
-        if transfer.receiving and transfer.target in self._fleet:
+        if transfer.receiving and not transfer.told:
+            transfer.receiving = False
+            self._take_out_of_quarantine(transfer, arrived=False)
+        elif transfer.receiving and transfer.target in self._fleet:
             self._fleet.send(transfer.target, cancel)
 
-    def cancel_all(self, reason: str) -> None:
+    def cancel_all(self, reason: str, key: str = "") -> None:
+        """All, or those from the tier that the tree knows as `key`."""
         for transfer in list(self.transfers.values()):
-            self.fail(transfer, reason)
-            self._forget_if_over(transfer)
+            if key in ("", transfer.source_lease.worker):
+                self.fail(transfer, reason)
+                self._forget_if_over(transfer)
 
     def check_deadlines(self) -> None:
         now = self._clock.now()
@@ -270,3 +314,9 @@ class Migration:
 
     def _pages_under_way(self, worker: Worker) -> int:
         return sum(len(self.transfers[number].pages) for number in worker.transfers)
+
+
+def _their_pages(transfer: Transfer) -> array[int]:
+    """The source's pages that the target lacks."""
+    held = transfer.target_lease.num_pages
+    return transfer.source_lease.pages[held : held + len(transfer.pages)]

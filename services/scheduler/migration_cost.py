@@ -16,6 +16,7 @@ ALIKE = 1.5
 FIRST_BYTES_PER_S = 200e6
 FIRST_DELAY_S = 0.005
 """Of a transfer, until the first ones are measured."""
+FIRST_TIER_BYTES_PER_S = {"host": 1e9, "disk": 200e6}
 BULK_BYTES = 1 << 20
 """A transfer of fewer bytes says more about the delay."""
 
@@ -31,6 +32,7 @@ class Rates:
     def __init__(self) -> None:
         self.bytes_per_s = FIRST_BYTES_PER_S
         self.delay_s = FIRST_DELAY_S
+        self.tier_bytes_per_s = dict(FIRST_TIER_BYTES_PER_S)
 
     def computed(self, worker: Worker, step: InflightStep, forward_ms: float) -> None:
         """A step's result is in."""
@@ -39,9 +41,12 @@ class Rates:
             rate = (prompt_tokens + len(step.decode)) / (forward_ms / 1e3)
             worker.prefill_rate = smooth(worker.prefill_rate, rate)
 
-    def moved(self, num_bytes: int, seconds: float) -> None:
-        """A transfer has succeeded."""
+    def moved(self, num_bytes: int, seconds: float, tier: str = "") -> None:
+        """A transfer, or bringing pages back from a tier, has succeeded."""
         if seconds <= 0:
+            return
+        if tier:
+            self.tier_bytes_per_s[tier] = smooth(self.tier_bytes_per_s[tier], num_bytes / seconds)
             return
         if num_bytes < BULK_BYTES:
             self.delay_s = smooth(self.delay_s, seconds)
@@ -49,7 +54,9 @@ class Rates:
             rate = num_bytes / max(seconds - self.delay_s, seconds / 2)
             self.bytes_per_s = smooth(self.bytes_per_s, rate)
 
-    def move_seconds(self, num_bytes: int) -> float:
+    def move_seconds(self, num_bytes: int, tier: str = "") -> float:
+        if tier:
+            return num_bytes / self.tier_bytes_per_s[tier]
         return self.delay_s + num_bytes / self.bytes_per_s
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from services.scheduler.lease import Hit
 from services.scheduler.node import Node
@@ -16,6 +16,7 @@ class Source(NamedTuple):
     worker: Worker
     key: str  # in the tree
     pages: int
+    tier: Literal["", "host", "disk"] = ""  # of the worker that wants them
 
 
 def best_source(workers: Iterable[Worker], hits: Mapping[str, Hit]) -> Source | None:
@@ -29,6 +30,17 @@ def best_source(workers: Iterable[Worker], hits: Mapping[str, Hit]) -> Source | 
         if pages and (best is None or _rank(pages, worker) > _rank(best.pages, best.worker)):
             best = Source(worker, worker.key, pages)
     return best
+
+
+def tier_sources(worker: Worker, hits: Mapping[str, Hit]) -> list[Source]:
+    """What the worker's own tiers could give back."""
+    found = []
+    for tier in worker.tiers.values():
+        hit = hits.get(tier.key)
+        pages = ready_pages(hit, tier.key, tier.settled) if hit is not None else 0
+        if pages:
+            found.append(Source(worker, tier.key, pages, tier.name))
+    return found
 
 
 def ready_pages(hit: Hit, key: str, settled_step: int) -> int:

@@ -55,6 +55,7 @@ class Operations:
             freed = self._tree.clear(worker.key)
             worker.pool.release(freed)
             pages += len(freed)
+            self._core.tiers.clear(worker)
         return OperationDone(operation.nonce, True, f"{pages} pages freed")
 
     def _abort_all(self, operation: Operation) -> OperationDone:

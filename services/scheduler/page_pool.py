@@ -38,6 +38,14 @@ class PagePool:
             self._is_free[page] = 0
         return pages
 
+    def claim(self, pages: Iterable[int]) -> list[int]:
+        """Those of `pages` that are free and hereby are somebody's."""
+        claimed = [page for page in dict.fromkeys(pages) if self.is_free(page)]
+        for page in claimed:
+            self._is_free[page] = 0
+        self._stack = [page for page in self._stack if self._is_free[page]]
+        return claimed
+
     def release(self, pages: Iterable[int]) -> None:
         """Raises ValueError for a page that is free already, unknown or named twice; then nothing is released."""
         returned = list(pages)

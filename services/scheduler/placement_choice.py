@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from services.scheduler.lease import Hit
 from services.scheduler.migration import Migration, Transfer
-from services.scheduler.migration_source import Source, best_source
+from services.scheduler.migration_source import Source, best_source, tier_sources
 from services.scheduler.planner import reserve
 from services.scheduler.radix_tree import RadixTree
 from services.scheduler.request import Request
@@ -85,7 +85,7 @@ class Chooser:
             pages = -(-request.known // self._tree.page_size) - (hit.num_pages if hit else 0)
             if not room.has_room(pages):
                 continue
-            for placed, seconds in self._ways(request, tokens, room, hit, pages, source, coming):
+            for placed, seconds in self._ways(request, tokens, room, hits, pages, source, coming):
                 free = room.worker is preferred and placed.first is None and not placed.wait
                 cost = (0.0 if free else seconds, len(room.worker.running))
                 if best is None or cost < best_cost:
@@ -97,12 +97,13 @@ class Chooser:
         request: Request,
         tokens: bytes,
         room: Room,
-        hit: Hit | None,
+        hits: Mapping[str, Hit],
         pages: int,
         source: Source | None,
         coming: Mapping[Worker, int],
     ) -> list[tuple[Placed, float]]:
         worker, size = room.worker, self._tree.page_size
+        hit = hits.get(worker.key)
         found = hit.num_tokens if hit else 0
         left = request.known - max(found, coming.get(worker, 0))
         ways = [(Placed(worker, left, pages, self._now), self._seconds(room, left))]
@@ -112,10 +113,12 @@ class Chooser:
         transfer = self._migration.under_way(worker, request.namespace, tokens)
         if transfer is not None and len(transfer.prefix) > 4 * size * held:
             left = request.known - len(transfer.prefix) // 4
-            moving = self._migration.seconds(transfer.source, worker, 0)
+            moving = self._migration.seconds(transfer.source, worker, 0, transfer.tier)
             ways.append((Placed(worker, left, pages, self._now, transfer), self._seconds(room, left, moving)))
-        elif source is not None and source.worker is not worker and source.pages > held:
-            ways += self._moves(request, room, pages, source, held)
+        else:
+            for giver in (source, *tier_sources(worker, hits)):
+                if giver is not None and giver.pages > held and (giver.tier or giver.worker is not worker):
+                    ways += self._moves(request, room, pages, giver, held)
         ways += self._waits(request, room, pages, held, coming)
         return ways if self._recompute or len(ways) == 1 else ways[1:]
 
@@ -123,7 +126,7 @@ class Chooser:
         if not self._rates[room.worker] and self._recompute:
             return []
         left = request.known - source.pages * self._tree.page_size
-        moving = self._migration.seconds(source.worker, room.worker, source.pages - held)
+        moving = self._migration.seconds(source.worker, room.worker, source.pages - held, source.tier)
         return [(Placed(room.worker, left, pages, self._now, source), self._seconds(room, left, moving))]
 
     def _waits(

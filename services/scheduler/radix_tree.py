@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 from services.scheduler.eviction import WorkerCache
 from services.scheduler.insertion import Insertion
@@ -23,7 +24,15 @@ from services.scheduler.node_store import NodeStore
 from services.scheduler.tree_check import audit
 from services.scheduler.tree_observer import TreeObserver
 
-__all__ = ["Hit", "Lease", "Match", "RadixTree"]
+__all__ = ["Evicted", "Hit", "Lease", "Match", "RadixTree"]
+
+
+class Evicted(NamedTuple):
+    """All full pages of a path whose end is evicted, from the first token on."""
+
+    namespace: bytes
+    tokens: bytes
+    pages: array[int]
 
 
 class RadixTree:
@@ -204,9 +213,9 @@ class RadixTree:
         """How many pages the tree holds there, those of live leases included."""
         return self._caches[worker].cached
 
-    def evict(self, worker: str, num_pages: int) -> list[int]:
+    def evict(self, worker: str, num_pages: int, gone: list[Evicted] | None = None) -> list[int]:
         """Free `num_pages` pages, or all evictable ones where these are fewer: least recently used leaves from
-        their ends. O(log nodes) for each leaf that goes.
+        their ends. O(log nodes) for each leaf that goes; `gone`, where given, learns what each one held.
         """
         cache = self._caches[worker]
         freed: list[int] = []
@@ -215,8 +224,21 @@ class RadixTree:
             copy = cache.least_recently_used()
             if copy is None:
                 break
+            if gone is not None and len(copy.node.tokens) >= self._store.page_bytes:
+                gone.append(self._path_to(copy, worker))
             freed += self._store.trim(copy, min(copy.spare, num_pages - len(freed)), cache)
         return freed
+
+    @staticmethod
+    def _path_to(copy: Copy, worker: str) -> Evicted:
+        nodes = [copy.node]
+        while nodes[-1].parent is not None:
+            nodes.append(nodes[-1].parent)
+        nodes.reverse()
+        pages: array[int] = array("i")
+        for node in nodes:
+            pages += node.copies[worker].pages
+        return Evicted(nodes[0].key, b"".join(node.tokens for node in nodes), pages)
 
     def clear(self, worker: str) -> list[int]:
         """Forget every unlocked page of the worker; returns them."""

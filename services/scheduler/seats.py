@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 from services.scheduler.metrics import Metrics
 from services.scheduler.pins import Pins
-from services.scheduler.radix_tree import Lease, RadixTree
+from services.scheduler.radix_tree import Evicted, Lease, RadixTree
 from services.scheduler.request import Request
 from services.scheduler.worker import Worker
 
@@ -17,6 +18,7 @@ class Seats:
     def __init__(self, tree: RadixTree, metrics: Metrics, pins: Pins) -> None:
         self.tree = tree
         self.pins = pins
+        self.keep: Callable[[Worker, list[Evicted]], None] = lambda worker, gone: None  # set where there are tiers
         self._metrics = metrics
 
     def available(self, worker: Worker) -> int:
@@ -32,7 +34,10 @@ class Seats:
                 self.pins.make_room(worker.key, missing)
             if missing > self.tree.evictable_pages(worker.key):
                 return None
-            freed = self.tree.evict(worker.key, missing)
+            gone: list[Evicted] | None = [] if worker.tiers else None
+            freed = self.tree.evict(worker.key, missing, gone)
+            if gone:
+                self.keep(worker, gone)
             self._metrics.count("evicted_tokens", len(freed) * self.tree.page_size)
             worker.pool.release(freed)
         return worker.pool.allocate(count)

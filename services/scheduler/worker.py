@@ -5,14 +5,29 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from dataclasses import dataclass
+from typing import Literal
 
 from services.scheduler.inflight import InflightStep, SharedGroups
 from services.scheduler.page_pool import PagePool
 from services.scheduler.request import Request
 from shared import ints
 from shared.messages.control import Heartbeat
+from shared.messages.kv import KvStore
 from shared.messages.request import WorkerStatus
 from shared.messages.step import WorkerHello
+
+
+class Tier:
+    """Pages that a worker keeps beyond its device. `key` names them in the tree; a copy's ready_step is an order."""
+
+    def __init__(self, worker_key: str, name: Literal["host", "disk"], num_pages: int) -> None:
+        self.name: Literal["host", "disk"] = name
+        self.key = f"{worker_key}#{name}"
+        self.pool = PagePool(num_pages)
+        self.order = 0  # the last one given
+        self.settled = 0  # the last one carried out
+        self.under_way = 0  # pages of the orders in between
+        self.sizes: deque[int] = deque()  # of each of them
 
 
 @dataclass(slots=True)
@@ -66,6 +81,8 @@ class Worker:
         self.emigrants: list[Request] = []  # requests that were moved away and may want their pages
         self.transfers: set[int] = set()  # in and out
         self.quarantine: dict[int, list[int]] = {}  # by transfer: pages it is being sent
+        self.orders: deque[KvStore] = deque()  # to be sent before any other message
+        self.tiers: dict[str, Tier] = {}  # beyond its device, the fastest first
         self.pages_in = 0
         self.pages_out = 0
         self.prefill_rate = 0.0  # tokens/s, smoothed; 0: not measured yet
@@ -151,4 +168,12 @@ class Worker:
             kv_pages_in=self.pages_in,
             kv_pages_out=self.pages_out,
             transfers=len(self.transfers),
+            **self._tier_status(),
         )
+
+    def _tier_status(self) -> dict[str, int]:
+        status = {}
+        for name, tier in self.tiers.items():
+            status[f"{name}_pages"] = tier.pool.num_pages
+            status[f"{name}_pages_used"] = tier.pool.num_pages - tier.pool.free
+        return status

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from shared.messages.control import Heartbeat, Hello, Ping, Pong
-from shared.messages.kv import KvCancel, KvChunk, KvDone, KvReady, KvReceive, KvSend
+from shared.messages.kv import (
+    KvCancel,
+    KvChunk,
+    KvDone,
+    KvInventory,
+    KvLoad,
+    KvReady,
+    KvReceive,
+    KvSend,
+    KvStore,
+    KvStored,
+)
 from shared.messages.request import (
     AbortRequest,
     GenerateRequest,
@@ -35,6 +46,9 @@ ToDetokenizer = StreamOpen | TokenChunks | Ping | Pong
 TokenizerToDetokenizer = Hello | Ping
 DetokenizerToTokenizer = TextChunks | Pong
 
-FromWorker = WorkerHello | Heartbeat | StepResult | WorkerFault | KvReady | KvDone | WorkerDrain | Ping | Pong
-ToWorker = WorkerWelcome | WorkerReset | StepCommand | TokenMasks | KvSend | KvReceive | KvCancel | Drain | Ping | Pong
+KvTold = KvReady | KvDone | KvStored | KvInventory
+KvOrder = KvSend | KvReceive | KvCancel | KvStore | KvLoad
+
+FromWorker = WorkerHello | Heartbeat | StepResult | WorkerFault | KvTold | WorkerDrain | Ping | Pong
+ToWorker = WorkerWelcome | WorkerReset | StepCommand | TokenMasks | KvOrder | Drain | Ping | Pong
 WorkerToWorker = KvChunk

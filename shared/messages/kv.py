@@ -49,6 +49,61 @@ class KvDone(Message, frozen=True, tag=43):
     detail: str = ""
 
 
+Tier = Literal["host", "disk"]
+
+
+class KvStore(Message, frozen=True, tag=48):
+    """Keep a copy of `pages`, which are about to be written again, in `slots` of a tier; done before any later command.
+
+    For the disk, where the next life of the worker finds them: what they hold, and each one's predecessor.
+    """
+
+    order_id: int  # grows by one per tier
+    tier: Tier
+    slots: bytes  # int32
+    source: Literal["device", "host"]
+    pages: bytes  # int32: pages of the device, or slots of the host tier
+    namespace: bytes = b""
+    tokens: bytes = b""  # int32, all pages'
+    parents: bytes = b""  # int32: slot of the page before; -1: none
+
+
+class KvStored(Message, frozen=True, tag=49):
+    """All orders of this tier up to this one are carried out, or `ok` is false and the tier is of no use any more."""
+
+    order_id: int
+    incarnation: int
+    tier: Tier
+    ok: bool
+    detail: str = ""
+
+
+class KvLoad(Message, frozen=True, tag=50):
+    """Bring `slots` of a tier back into `pages`; answered by a KvDone "received"."""
+
+    transfer_id: int
+    tier: Tier
+    slots: bytes  # int32
+    pages: bytes  # int32
+
+
+class KvEntry(Message, frozen=True):
+    """One page that the disk tier still has from a former life (part of KvInventory)."""
+
+    slot: int
+    parent: int  # slot of the page before; -1: none
+    namespace: bytes
+    tokens: bytes  # int32
+
+
+class KvInventory(Message, frozen=True, tag=51):
+    """Once after each welcome, in pieces; parents come before their children."""
+
+    incarnation: int
+    entries: tuple[KvEntry, ...]
+    last: bool
+
+
 class KvCancel(Message, frozen=True, tag=46):
     """To both sides: each that is not through yet answers KvDone, not ok."""
 

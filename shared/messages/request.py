@@ -157,6 +157,10 @@ class WorkerStatus(Message, frozen=True):
     kv_pages_in: int = 0  # total, from other workers and from cache tiers
     kv_pages_out: int = 0
     transfers: int = 0  # under way, in and out
+    host_pages: int = 0  # of the cache tier in the host's memory
+    host_pages_used: int = 0
+    disk_pages: int = 0
+    disk_pages_used: int = 0
 
 
 class TenantUsage(Message, frozen=True):

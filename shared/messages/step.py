@@ -37,6 +37,8 @@ class WorkerHello(Message, frozen=True, tag=30):
     tp_size: int = 1
     kv_endpoints: tuple[str, ...] = ()  # one per rank; empty: no transfers
     protocol: int = PROTOCOL_VERSION
+    host_pages: int = 0  # pages its cache tiers hold beyond the device
+    disk_pages: int = 0
 
 
 class WorkerWelcome(Message, frozen=True, tag=31):

@@ -41,6 +41,8 @@ INTERNAL = {
     "advertise",
     "tp_rank",
     "tp_meeting",
+    "recompute",
+    "kv_bind",
 }
 
 

@@ -35,6 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "lpm"]),
         radix=st.booleans(),
         moving=st.booleans(),
+        tiers=st.sampled_from([(0, 0), (0, 0), (3, 0), (40, 0), (0, 30), (6, 20)]),
     )
     def start(
         self,
@@ -47,10 +48,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: str,
         radix: bool,
         moving: bool,
+        tiers: tuple[int, int],
     ) -> None:
         self.moving = moving
         hello = {
             "kv_endpoints": ("ipc://kv",) if moving else (),
+            "host_pages": tiers[0] if moving else 0,
+            "disk_pages": tiers[1] if moving else 0,
             "page_size": page_size,
             "num_pages": tokens_in_pool // page_size,
             "max_inflight_steps": depth,
@@ -169,9 +173,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             workers = list(self.fleet.workers.values())
             waits = [(worker, number) for worker in workers for number in worker.receives]
             sends = [number for worker in workers for number in worker.sends]
-            what = data.draw(st.sampled_from(["ready", "ready", "send", "send", "send", "spoil", "cancels"]))
+            loads = [(worker, number) for worker in workers for number in worker.loads]
+            what = data.draw(st.sampled_from([*["ready", "send", "load"] * 2, "store", "spoil", "unload", "cancels"]))
             if what == "cancels":
                 self.fleet.kv_obey_cancels()
+            elif what == "store":
+                for worker in workers:
+                    self.fleet.kv_store(worker)
+            elif what in ("load", "unload") and loads:
+                self.fleet.kv_load(*data.draw(st.sampled_from(loads)), spoil=what == "unload")
             elif what == "ready" and waits:
                 self.fleet.kv_ready(*data.draw(st.sampled_from(waits)))
             elif what in ("send", "spoil") and sends:

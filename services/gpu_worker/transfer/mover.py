@@ -23,6 +23,7 @@ import zmq
 from services.gpu_worker.transfer.incoming import BadChunk, Incoming
 from services.gpu_worker.transfer.outgoing import CHUNK_BYTES, QUEUED_CHUNKS, Outgoing, Sockets, send_chunk
 from services.gpu_worker.transfer.page_io import PageIO
+from shared import curve
 
 log = structlog.get_logger(__name__)
 
@@ -55,6 +56,7 @@ class Mover:
         self._pull.setsockopt(zmq.LINGER, 0)
         self._pull.setsockopt(zmq.MAXMSGSIZE, max(CHUNK_BYTES, pages.page_bytes) + HEADER_BYTES)
         try:
+            curve.secure_server(self._pull, endpoint, context, "pages", ("worker",))
             self._pull.bind(endpoint)
         except zmq.ZMQError:
             self._pull.close()

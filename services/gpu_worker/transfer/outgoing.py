@@ -9,6 +9,7 @@ import msgspec
 import zmq
 
 from services.gpu_worker.transfer.page_io import PageIO
+from shared import curve
 from shared.messages.kv import KvChunk
 
 CHUNK_BYTES = 4 << 20
@@ -42,6 +43,7 @@ class Sockets:
             socket.setsockopt(zmq.IMMEDIATE, 1)  # without a connection nothing is queued
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            curve.secure_client(socket, endpoint, "worker")
             socket.connect(endpoint)
         self._sockets[endpoint] = socket
         if len(self._sockets) > MAX_TARGETS:

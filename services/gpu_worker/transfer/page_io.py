@@ -21,8 +21,9 @@ class PageIO:
     def __init__(self, kv_cache: KVCache) -> None:
         self._layers = kv_cache.layers
         self.num_pages = kv_cache.num_pages
-        self._layer_bytes = self._layers[0][0].nbytes
-        self.page_bytes = self._layer_bytes * len(self._layers)
+        self.layer_bytes = self._layers[0][0].nbytes
+        self.num_layers = len(self._layers)
+        self.page_bytes = self.layer_bytes * self.num_layers
         device = self._layers[0].device
         # numpy copies in the calling thread; torch would start a pool of threads for it beside the model's.
         self._views = [_as_bytes(layer) for layer in self._layers] if device.type == "cpu" else []
@@ -31,7 +32,7 @@ class PageIO:
     def read(self, pages: list[int]) -> Bytes:
         """uint8 [layers, n, bytes]. Raises IndexError for a page that is not in the cache."""
         index = self._index(pages)
-        out = np.empty((len(self._layers), len(pages), self._layer_bytes), np.uint8)
+        out = np.empty((len(self._layers), len(pages), self.layer_bytes), np.uint8)
         if self._stream is not None:
             self._read_device(index, out)
             return out
@@ -42,7 +43,7 @@ class PageIO:
     def write(self, pages: list[int], data: bytes | memoryview | Bytes) -> None:
         """What `read` gave, into these pages. Raises IndexError, ValueError for another number of bytes."""
         index = self._index(pages)
-        rows = np.frombuffer(data, np.uint8).reshape(len(self._layers), len(pages), self._layer_bytes)
+        rows = np.frombuffer(data, np.uint8).reshape(len(self._layers), len(pages), self.layer_bytes)
         if self._stream is not None:
             self._write_device(index, rows)
             return

@@ -1,0 +1,1 @@
+"""KV pages that have left the device: in the host's memory and in a folder. Leaves which pages to the scheduler."""

@@ -1,0 +1,74 @@
+"""Everything that moves pages of one worker: to others and back, to its tiers and back. One face for the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from services.gpu_worker.compute import ComputeThread
+from services.gpu_worker.startup import StartedEngine
+from services.gpu_worker.tiers.plan import make_tiers
+from services.gpu_worker.transfer.address import bind_address
+from services.gpu_worker.transfer.page_io import PageIO
+from services.gpu_worker.transfer.transfers import Transfers
+from shared.config import WorkerConfig
+from shared.messages.edges import KvOrder, KvTold
+from shared.messages.kv import KvCancel, KvLoad, KvStore
+from shared.messages.step import WorkerHello
+
+Reply = Callable[[KvTold], object]
+
+
+class PageMoves:
+    """A worker of several ranks has neither: no process of it holds whole pages."""
+
+    def __init__(
+        self, config: WorkerConfig, worker_id: str, started: StartedEngine, compute: ComputeThread, reply: Reply
+    ) -> None:
+        pages = PageIO(started.engine.kv_cache)
+        alone = started.hello.tp_size == 1
+        endpoint = bind_address(config.kv_bind, config.scheduler, worker_id) if alone else ""
+        self._transfers = Transfers(pages, endpoint, reply)
+        self._tiers = make_tiers(config, started.hello, pages, compute, reply)
+
+    def complete(self, hello: WorkerHello) -> WorkerHello:
+        """With what the scheduler has to know."""
+        return msgspec.structs.replace(
+            hello,
+            kv_endpoints=self._transfers.endpoints,
+            host_pages=self._tiers.host_pages,
+            disk_pages=self._tiers.disk_pages,
+        )
+
+    def begin(self, incarnation: int) -> None:
+        self._transfers.begin(incarnation)
+        if self._tiers.service is not None:
+            self._tiers.service.begin(incarnation)
+
+    def end(self) -> None:
+        """Nothing of this life writes a page any more once this has returned."""
+        self._transfers.end()
+        if self._tiers.service is not None:
+            self._tiers.service.end()
+
+    def close(self) -> None:
+        self._transfers.close()
+        self._tiers.close()
+
+    def handle(self, message: KvOrder) -> None:
+        tiers = self._tiers.service
+        if isinstance(message, KvStore | KvLoad):
+            if tiers is None:
+                return  # none were offered
+            if isinstance(message, KvStore):
+                tiers.store(message)
+            else:
+                tiers.load(message)
+            return
+        self._transfers.handle(message)
+        if isinstance(message, KvCancel) and tiers is not None:
+            tiers.cancel(message.transfer_id)
+
+    def gauges(self) -> dict[str, float]:
+        return self._transfers.gauges()
