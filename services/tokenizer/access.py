@@ -25,7 +25,17 @@ OPEN = frozenset(("/health", "/ready", "/ping"))
 CLIENT_PREFIX = "/v1/"
 CLIENT = frozenset(
     (
-        *("/generate", "/script", "/tokenize", "/detokenize", "/apply_chat_template", "/abort_request", "/unpin"),
+        *(
+            "/generate",
+            "/script",
+            "/tokenize",
+            "/detokenize",
+            "/apply_chat_template",
+            "/parse_function_call",
+            "/separate_reasoning",
+            "/abort_request",
+            "/unpin",
+        ),
         *("/open_session", "/close_session", "/health_generate", "/openapi.json", "/metrics"),
         *("/get_model_info", "/model_info", "/get_server_info", "/server_info", "/get_load", "/workers"),
     )

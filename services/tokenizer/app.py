@@ -26,6 +26,7 @@ from services.tokenizer.routes import (
     models,
     native,
     ops,
+    parsing,
     responses,
     score,
     script,
@@ -33,7 +34,21 @@ from services.tokenizer.routes import (
 )
 from services.tokenizer.routes.messages.envelope import MessagesErrors
 
-_FAMILIES = (chat, completions, responses, messages, models, native, ops, control, fleet, score, script, sessions)
+_FAMILIES = (
+    chat,
+    completions,
+    responses,
+    messages,
+    models,
+    native,
+    parsing,
+    ops,
+    control,
+    fleet,
+    score,
+    script,
+    sessions,
+)
 log = structlog.get_logger(__name__)
 
 

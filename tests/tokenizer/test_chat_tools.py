@@ -321,3 +321,18 @@ def think_ids(folder: Path) -> tuple[int, int]:
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return tokenizer.token_to_id("<think>"), tokenizer.token_to_id("</think>")
+
+
+async def test_texts_are_read_without_generating(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    body: dict[str, Any] = {"text": f"Look.\n{CALL}", "tools": [CLOCK, TOOL]}
+    found = (await client.post("/parse_function_call", json=body)).json()
+    assert found["normal_text"] == "Look."
+    [call] = found["calls"]
+    assert (call["tool_index"], call["name"], json.loads(call["parameters"])) == (1, "weather", {"city": "Pa ris"})
+    refused = await client.post("/parse_function_call", json={**body, "tool_call_parser": "none"})
+    assert refused.json()["error"]["param"] == "tool_call_parser"
+    found = await client.post("/separate_reasoning", json={"text": THOUGHT, "reasoning_parser": "qwen3"})
+    assert found.json() == {"reasoning_text": "hello is a greeting", "text": "Good morning"}
+    refused = await client.post("/separate_reasoning", json={"text": THOUGHT})
+    assert refused.json()["error"]["param"] == "reasoning_parser"
+    assert backend.requests == []

@@ -49,7 +49,8 @@ class _Writer:
         self._strict = f"{tool.param}.parameters" if tool.strict else ""
         schema = tool.parameters if tool.strict else schemas.relaxed(tool.parameters)
         self._check(schema)
-        for name in schema.get("properties") or {}:
+        properties = schema.get("properties")
+        for name in properties if isinstance(properties, dict) else ():
             if not _IDENTIFIER.fullmatch(name):
                 at = f"{tool.param}.parameters.properties"
                 raise invalid(f"{at}: {name[:64]!r} cannot be written in Python.", at, "invalid_value")
@@ -60,7 +61,8 @@ class _Writer:
         """Properties in order; the rules take care of the commas between what is there."""
         properties = schema.get("properties")
         items = list(properties.items()) if isinstance(properties, dict) else []
-        required = schema.get("required") or []
+        listed = schema.get("required")
+        required = listed if isinstance(listed, list) else []
         first, later = '""', '""'
         for name, inner in reversed(items):
             value = f"{key(name)} {self._value(inner, depth + 1)}"

@@ -30,6 +30,9 @@ def arguments(tool: Tool) -> dict[str, Any]:
     schema = tool.parameters if tool.strict else relaxed(tool.parameters)
     if tool.strict or any(name in schema for name in _COMBINED):
         return schema
+    required, properties = schema.get("required", []), schema.get("properties", {})
+    if not isinstance(required, list) or not all(isinstance(name, str) and name in properties for name in required):
+        return schema
     return {"type": "object", **schema, "additionalProperties": False}
 
 

@@ -160,7 +160,7 @@ def _choice(choice: dict[str, Any]) -> str | dict[str, Any] | None:
         return None
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise invalid("tool_choice.type must be auto, any, tool or none.", "tool_choice.type", "invalid_value")
     return _CHOICES[kind]
 
