@@ -14,6 +14,7 @@ from typing import Any
 
 from radixfleet import parent_watch
 from radixfleet.backend.endpoint import DEFAULT_TIMEOUT_S, RuntimeEndpoint
+from radixfleet.backend.tokens import ServerTokenizer
 from radixfleet.engine_calls import generate, generate_async
 from radixfleet.local_server import LocalServer
 
@@ -79,6 +80,10 @@ class Runtime:
     def cache_prefix(self, prefix: str) -> None:
         """Compute and cache a prefix."""
         self.generate(prefix, {"max_new_tokens": 0})
+
+    def get_tokenizer(self) -> ServerTokenizer:
+        """`encode` and `decode` as the model does them."""
+        return self.endpoint.get_tokenizer()
 
     def flush_cache(self) -> None:
         self.endpoint.flush_cache()

@@ -19,7 +19,7 @@ from radixfleet.backend.base import Answer, CutPart, News, OptionScores, Prompt,
 from radixfleet.backend.errors import BackendError
 from radixfleet.backend.http import HttpServer
 from radixfleet.backend.sampling import Sampling
-from radixfleet.backend.tokens import Ids, Tokens
+from radixfleet.backend.tokens import Ids, ServerTokenizer, Tokens
 
 DEFAULT_TIMEOUT_S = 600.0
 _MOST_OPTIONS_AT_ONCE = 256
@@ -157,6 +157,10 @@ class RuntimeEndpoint:
     def get_server_info(self) -> dict[str, Any]:
         info: dict[str, Any] = self._http.get("/get_server_info")
         return info
+
+    def get_tokenizer(self) -> ServerTokenizer:
+        """`encode` and `decode` as the model does them."""
+        return ServerTokenizer(self._tokens)
 
     def get_model_name(self) -> str:
         return str(self._http.get("/get_model_info")["model_path"])

@@ -13,6 +13,8 @@ from radixfleet.backend.base import AgainStep, Answer, GenStep, News, Prompt, Se
 from radixfleet.backend.errors import BackendError
 from radixfleet.backend.http import HttpServer
 
+_NO_SUCH_PATH = (404, 405, 501)
+
 
 @dataclass(frozen=True)
 class Abilities:
@@ -27,7 +29,7 @@ def abilities(http: HttpServer) -> Abilities:
     try:
         info = http.get("/get_server_info")
     except BackendError as error:
-        if error.status is None:
+        if error.status not in _NO_SUCH_PATH:
             raise
         return Abilities(False, False)
     switch = info.get("script") if isinstance(info, dict) else None

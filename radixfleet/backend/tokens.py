@@ -119,6 +119,21 @@ class Tokens:
                 self._memo.popitem(last=False)
 
 
+class ServerTokenizer:
+    """The model's tokenizer, asked from the server: what ported programs call `get_tokenizer()` for."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text. Raises BackendError."""
+        return list(self._tokens.of_texts([text], opening=add_special_tokens)[0])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids, without special tokens. Raises BackendError."""
+        return self._tokens.text_of([token_ids])[0]
+
+
 @dataclass(frozen=True)
 class _Run:
     """Text between ids, in parts of different kinds."""

@@ -9,6 +9,7 @@ waits for it goes on alone. Leaves finding chains to chain.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -106,8 +107,9 @@ class Feed:
 
     def _finish(self) -> None:
         """Read the stream to its end, so that its connection can be used again."""
-        for _ in self._news or ():
-            continue
+        with contextlib.suppress(BackendError):  # everything is there already
+            for _ in self._news or ():
+                continue
 
     def _open(self, number: int) -> Iterator[News]:
         steps, prompt = _steps_from(self._chain, number, self._texts), self._state.transcript.prompt()

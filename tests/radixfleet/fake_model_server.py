@@ -36,6 +36,7 @@ class FakeServer:
         self.refuse: dict[str, tuple[int, str]] = {}  # text of the prompt: status and words
         self.broken_stream = False
         self.deltas = False
+        self.info_status = 200  # of /get_server_info
         self.scripts: bool | None = True  # None: a server that has never heard of them
         self.running = 0
         self.most_running = 0
@@ -295,7 +296,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/get_server_info":
             info = {"version": "toy", "max_total_num_tokens": 1000}
             scripts = self.server.fake.scripts
-            self._json(info if scripts is None else {**info, "script": scripts})
+            self._json(info if scripts is None else {**info, "script": scripts}, self.server.fake.info_status)
         else:
             self._json({"model_path": "toy"})
 

@@ -145,6 +145,31 @@ def test_texts_are_tokenised_once(fake: FakeServer) -> None:
     endpoint.close()
 
 
+def test_the_servers_tokenizer(fake: FakeServer) -> None:
+    endpoint = RuntimeEndpoint(fake.url)
+    tokenizer = endpoint.get_tokenizer()
+    assert tokenizer.encode("hello world") == fake.encode("hello world")
+    assert tokenizer.decode(fake.encode("hello world")) == "hello world"
+    endpoint.close()
+
+
+def test_a_server_that_knows_no_server_info(fake: FakeServer) -> None:
+    fake.info_status = 404
+    endpoint = RuntimeEndpoint(fake.url)
+    assert not endpoint.has_scripts
+    assert len(fake.calls("/get_server_info")) == 1
+    assert not endpoint.has_scripts
+    assert len(fake.calls("/get_server_info")) == 1
+    endpoint.close()
+    fake.info_status = 503
+    busy = RuntimeEndpoint(fake.url)
+    with pytest.raises(BackendError):
+        assert busy.has_scripts
+    fake.info_status = 200
+    assert busy.has_scripts is (fake.scripts is True)
+    busy.close()
+
+
 def test_clipping_never_cuts_a_character() -> None:
     class Broken(Tokens):
         def __init__(self) -> None:
