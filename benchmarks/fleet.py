@@ -1,6 +1,6 @@
 """What one scheduler for all workers is worth, and what it costs: throughput, hits, CPU, migration, cells.
 
-    python benchmarks/fleet.py [--workers 1,2,4,8,32] [--chats 24] [--turns 5] [--cells 1,2,4] [--write docs/FILE]
+    python benchmarks/fleet.py [--workers 1,2,4,8,32] [--chats 48] [--turns 4] [--cells 1,2,4] [--write docs/FILE]
 
 Virtual time, real schedulers (fleet_simulation): the same conversations go through one scheduler with N workers, and
 through N engines of one worker each behind a round-robin or an approximate-tree router (fleet_routers). Then prompts
@@ -155,8 +155,8 @@ def numbers(text: str) -> list[int]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=numbers, default=[1, 2, 4, 8, 32])
-    parser.add_argument("--chats", type=int, default=24, help="conversations per worker")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--chats", type=int, default=48, help="conversations per worker")
+    parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--system-tokens", type=int, default=512)
     parser.add_argument("--cells", type=numbers, default=[1, 2, 4])
     parser.add_argument("--only", choices=("routers", "migration", "cells"))

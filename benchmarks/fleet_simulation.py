@@ -149,6 +149,9 @@ class Cell:
         self._scheduler = Scheduler(SchedulerConfig(page_size=PAGE_SIZE), epoch, edges, simulation.clock)
         self._due = False
         self.core = self._scheduler.core
+        # As after the first transfers: the scheduler's first guess is a slow link, and it would have to be proven wrong.
+        self.core.migration.rates.bytes_per_s = machine.link_bytes_per_s
+        self.core.migration.rates.delay_s = machine.link_delay_s
         self._beat()
 
     @property
@@ -208,7 +211,7 @@ class Conversations:
     turns: int = 5
     system_prompts: int = 8
     system_tokens: int = 512
-    think_s: float = 2.0
+    think_s: float = 1.0
     seed: int = 1
     tokens_out: int = 0
     finished: int = 0
