@@ -37,8 +37,8 @@ def router(context: Context) -> APIRouter:
     @routes.post("/unpin", openapi_extra=takes(UnpinBody))
     async def unpin(request: Request) -> Response:
         """End a pin that /generate made; an unknown name is no error."""
-        wishes, _ = await body.read(request, context, UnpinBody, {})
+        wishes, unknown = await body.read(request, context, UnpinBody, {})
         await context.frontend.operate("unpin", pins.full_name(validation.bounded_key("pin", wishes.pin)))
-        return Response(status_code=200)
+        return Response(status_code=200, headers=context.ignored(unknown))
 
     return routes
