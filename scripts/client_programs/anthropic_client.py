@@ -6,8 +6,9 @@ from typing import Any
 import anthropic
 
 client = anthropic.Anthropic(base_url=sys.argv[1], api_key="none")
+GREEDY = {"temperature": 0}  # not an argument of every version of the package
 ASK: Any = [{"role": "user", "content": "What is the capital of France?"}]
-COMMON: Any = {"model": "default", "max_tokens": 24, "temperature": 0, "messages": ASK}
+COMMON: Any = {"model": "default", "max_tokens": 24, "extra_body": GREEDY, "messages": ASK}
 whole = client.messages.create(**COMMON)
 assert "Paris" in whole.content[0].text
 assert whole.stop_reason in ("end_turn", "max_tokens")
@@ -22,7 +23,7 @@ tool: Any = {"name": "visit", "description": "Visit a city", "input_schema": sch
 called = client.messages.create(
     model="default",
     max_tokens=80,
-    temperature=0,
+    extra_body=GREEDY,
     messages=ASK,
     tools=[tool],
     tool_choice={"type": "tool", "name": "visit"},
