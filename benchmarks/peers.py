@@ -67,7 +67,8 @@ def running(peer: Peer, models: Models) -> Iterator[tuple[str, Path]]:
             _await_ready(process, f"http://127.0.0.1:{port}", peer.name, log)
             yield f"http://127.0.0.1:{port}", log
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:

@@ -62,6 +62,7 @@ class Activity:
         return {
             "steps": float(self.steps),
             "busy": min(max(share, 0.0), 1.0),
+            "busy_seconds": busy,
             "decode_rows": float(stats.decode_rows),
             "prefill_rows": float(stats.prefill_rows),
             "batch_tokens": float(stats.tokens),
