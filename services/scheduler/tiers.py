@@ -82,8 +82,11 @@ class Tiers:
         lease = tree.acquire(tree.match(evicted.namespace, evicted.tokens), tier.key)
         tree.forget_copy(lease)
         held, start = lease.num_pages, lease.num_tokens
-        pages, tokens = evicted.pages[held:], evicted.tokens[4 * start :]
-        room = tier.under_way + len(pages) <= MAX_UNDER_WAY
+        # The first pages of a path are of use without the last ones.
+        count = min(len(evicted.pages) - held, tier.pool.free + tree.evictable_pages(tier.key))
+        pages = evicted.pages[held : held + count]
+        tokens = evicted.tokens[4 * start : 4 * (start + count * tree.page_size)]
+        room = tier.under_way + count <= MAX_UNDER_WAY
         slots = self._take_slots(worker, tier, len(pages)) if pages and room else None
         if slots is not None:
             path = [-1, *lease.pages, *slots]
