@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +37,25 @@ _FOREIGN = (
     "structural_tag",
     "xml_schema",
 )
+
+
+class TokenUsage:
+    """Tokens that an API has counted since the last reset(). Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        with self._lock:
+            self.prompt_tokens = 0
+            self.completion_tokens = 0
+
+    def add(self, usage: Mapping[str, Any] | None) -> None:
+        """What an answer says of itself, if it does."""
+        with self._lock:
+            self.prompt_tokens += (usage or {}).get("prompt_tokens") or 0
+            self.completion_tokens += (usage or {}).get("completion_tokens") or 0
 
 
 class OpenAI:
@@ -69,6 +89,7 @@ class OpenAI:
         self._official = is_azure or address == OPENAI_URL
         self._suffix = f"?api-version={api_version}" if api_version else ""
         self._http = HttpServer(address, headers, timeout)
+        self.token_usage = TokenUsage()
 
     def close(self) -> None:
         self._http.close()
@@ -163,6 +184,7 @@ class OpenAI:
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = self._http.post(self._path, body)
+        self.token_usage.add(answer.get("usage"))
         return answer
 
     def _body(self, prompt: Prompt, sampling: Sampling) -> dict[str, Any]:

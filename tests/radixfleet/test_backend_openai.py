@@ -87,6 +87,16 @@ def test_chat(api: Any, backend: Callable[..., OpenAI]) -> None:
     assert [message["content"] for message in second["messages"]] == ["Be brief.", "Hi", "fine", "More"]
 
 
+def test_the_tokens_that_were_paid_for(api: Any, backend: Callable[..., OpenAI]) -> None:
+    usage = {"prompt_tokens": 7, "completion_tokens": 3}
+    api.answer = lambda body: (200, {"choices": [{"message": {"content": "fine"}}], "usage": usage})
+    one = backend()
+    chat.run(backend=one)
+    assert (one.token_usage.prompt_tokens, one.token_usage.completion_tokens) == (14, 6)
+    one.token_usage.reset()
+    assert one.token_usage.prompt_tokens == 0
+
+
 def test_stream(api: Any, backend: Callable[..., OpenAI]) -> None:
     state = chat.run(backend=backend(), stream=True)
     assert list(state.text_iter("a")) == ["a", "b", "c"]
