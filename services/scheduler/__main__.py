@@ -54,9 +54,9 @@ class SchedulerService:
         ports[2].connect(scheduler, handlers.from_worker, core.fleet.probe)
         if config.kv_events_endpoint:
             self._publish_kv_events(scheduler)
+        await core.compiling.start()
         self._running = asyncio.create_task(scheduler.run())
         scheduler.wake.set()
-        core.compiling.start()
         log.info("scheduler listens", epoch=core.epoch, endpoints=[port.server.endpoint for port in ports])
 
     def _publish_kv_events(self, scheduler: Scheduler) -> None:

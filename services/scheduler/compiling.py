@@ -14,7 +14,8 @@ from functools import partial
 import msgspec
 import structlog
 
-from services.scheduler.constraint.compiler import Compiler
+from services.scheduler.constraint.compiler import Compiler, load
+from services.scheduler.constraint.completion import TokenOrder
 from services.scheduler.constraint.errors import CompilerBusy, ConstraintError
 from services.scheduler.constraint.process import ProcessGone
 from services.scheduler.constraint.protocol import Verdict
@@ -60,10 +61,16 @@ class Compiling:
         self._starting: asyncio.Task[Compiler | str] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self) -> None:
-        """Load the tokenizer and start the compiling processes, beside the loop."""
-        if self._model_path:
-            self._starting = asyncio.create_task(self._start())
+    async def start(self) -> None:
+        """Load the model's tokens, before anybody relies on the loop; the compiling processes start beside it."""
+        if not self._model_path:
+            return
+        order: TokenOrder | str
+        try:
+            order = await load(self._model_path)
+        except (VocabularyError, OSError, ValueError) as failure:
+            order = self._give_up(failure)
+        self._starting = asyncio.create_task(self._start(order))
 
     async def close(self) -> None:
         for task in list(self._tasks):
@@ -110,13 +117,18 @@ class Compiling:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _start(self) -> Compiler | str:
+    async def _start(self, order: TokenOrder | str) -> Compiler | str:
         """The compiler, or why there is none."""
+        if isinstance(order, str):
+            return order
         try:
-            return await Compiler.start(self._model_path)
-        except (VocabularyError, ProcessGone, OSError, ValueError) as failure:
-            log.warning("no constraints", reason=str(failure))
-            return f"the model's tokenizer cannot be used: {failure}"
+            return await Compiler.start(self._model_path, order=order)
+        except (ProcessGone, OSError) as failure:
+            return self._give_up(failure)
+
+    def _give_up(self, failure: Exception) -> str:
+        log.warning("no constraints", reason=str(failure))
+        return f"the model's tokenizer cannot be used: {failure}"
 
     async def _compile(self, request: Request) -> None:
         try:

@@ -14,6 +14,8 @@ from services.scheduler.constraint.errors import BadSource
 
 Kind = Literal["regex", "json_schema", "ebnf", "lark", "choice", "structural_tag", "xml_schema"]
 
+JSON_KINDS = frozenset({"json_schema", "choice", "structural_tag", "xml_schema"})
+"""Kinds whose sources are JSON; the others are their own canonical form."""
 ANY_JSON = "$$ANY$$"
 _ANY_SCHEMA = {"type": ["object", "array"]}
 _SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -42,7 +44,7 @@ def _canonical(kind: Kind, source: str) -> str:
     if kind == "json_schema":
         schema = _ANY_SCHEMA if source.strip() == ANY_JSON else read_json(source)
         return _compact(_ordered(schema))
-    if kind in ("choice", "structural_tag", "xml_schema"):
+    if kind in JSON_KINDS:
         return _compact(read_json(source))
     return source
 

@@ -18,7 +18,7 @@ import structlog
 from msgspec import Struct
 
 from services.scheduler.constraint.budget import Ending
-from services.scheduler.constraint.canonical import canonical, check_unicode, key
+from services.scheduler.constraint.canonical import JSON_KINDS, canonical, check_unicode, key
 from services.scheduler.constraint.completion import TokenOrder
 from services.scheduler.constraint.errors import BadSource, CompilerBusy, ConstraintError
 from services.scheduler.constraint.grammar import CompiledGrammar, GrammarCache
@@ -79,13 +79,17 @@ class Compiler:
         processes: int = 2,
         cache_bytes: int = 256 << 20,
         most_waiting: int = 512,
+        order: TokenOrder | None = None,
     ) -> Compiler:
-        """Ready for the first constraint. Raises VocabularyError or ProcessGone."""
+        """Ready for the first constraint; `order` is what `load` gave, where it was called before.
+
+        Raises VocabularyError or ProcessGone.
+        """
         limits = limits or Limits()
         compiler = cls(model_path, limits, processes=processes, cache_bytes=cache_bytes, most_waiting=most_waiting)
-        loaded = asyncio.get_running_loop().run_in_executor(compiler._thread, _load, model_path)
         try:
-            compiler.vocabulary, compiler.order = await loaded
+            compiler.order = order or await load(model_path)
+            compiler.vocabulary = compiler.order.vocabulary
             await compiler._pool.start()
         except BaseException:
             await compiler.close()
@@ -143,7 +147,7 @@ class Compiler:
         if size > self._limits.source_bytes:
             raise ConstraintError(kind, f"{size} bytes are more than the {self._limits.source_bytes} allowed")
         try:
-            if size <= _SMALL:
+            if size <= _SMALL or kind not in JSON_KINDS:
                 return canonical(kind, source)
             check_unicode(source)
             answer = await self._pool.ask(CanonicalJob(kind, source), self._limits.compile_seconds)
@@ -223,13 +227,21 @@ def _key(constraint: Constraint, text: str) -> bytes:
     return key(constraint.kind, text, best_effort=constraint.best_effort, any_whitespace=constraint.any_whitespace)
 
 
-def _load(model_path: str) -> tuple[Vocabulary, TokenOrder]:
+async def load(model_path: str) -> TokenOrder:
+    """The model's tokens. For about a second this holds the interpreter for long stretches, whatever the thread.
+
+    Raises VocabularyError, OSError or ValueError.
+    """
+    return await asyncio.get_running_loop().run_in_executor(None, _load, model_path)
+
+
+def _load(model_path: str) -> TokenOrder:
     vocabulary = Vocabulary.load(model_path)
     order = TokenOrder(vocabulary)
     # computed here, not at the first mask that needs them
     assert order.plain.size == vocabulary.words
     assert len(order.quiet) == vocabulary.size
-    return vocabulary, order
+    return order
 
 
 def _build(grammar: str, vocabulary: Vocabulary, limits: Limits) -> tuple[LLGuidanceMatcher, tuple[int, ...]]:

@@ -186,7 +186,7 @@ async def test_time_is_bounded() -> None:
 
 
 async def test_memory_is_bounded() -> None:
-    limits = Limits(compile_memory=2 << 20, compile_seconds=60, source_bytes=4 << 20)
+    limits = Limits(compile_memory=16 << 20, compile_seconds=60, source_bytes=4 << 20)
     compiler = await Compiler.start(str(resolve(None)), limits)
     with pytest.raises(ConstraintError, match="memory"):
         await compiler.compile(Constraint("lark", ENDLESS))
