@@ -5,6 +5,7 @@ Runs in the compute thread.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import structlog
@@ -58,12 +59,15 @@ def start_engine(config: WorkerConfig) -> StartedEngine:
 
 def build_engine(config: WorkerConfig) -> BuiltEngine:
     """Meet the other ranks, load the weights and allocate the cache. Raises ModelError, MemoryPlanError."""
+    began = time.monotonic()
     threads = devices.set_torch_threads(devices.threads_of(config))
     device = devices.resolve(config.device, config.tp_rank)
     group = open_group(config)
     free_before, own_before = free_bytes(device), own_bytes(device)
     log.info("loading weights", model=config.model_path, device=str(device), threads=threads)
+    loading = time.monotonic()
     model = _load(config, device, group)
+    loaded = time.monotonic()
     weight_bytes = own_bytes(device) - own_before
     wish = _wish(config, model, device)
     pages = plan_pages(wish, free_before, free_bytes(device))
@@ -91,7 +95,12 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
         kv_bytes_per_page=wish.bytes_per_page * config.tp_size,
         tp_size=config.tp_size,
     )
-    gauges = {"weight_bytes": float(weight_bytes), "kv_bytes": float(pages * wish.bytes_per_page)}
+    gauges = {
+        "weight_bytes": float(weight_bytes),
+        "kv_bytes": float(pages * wish.bytes_per_page),
+        "load_weights_seconds": loaded - loading,
+        "startup_seconds": time.monotonic() - began,
+    }
     return BuiltEngine(Engine(runner, limits, tokens, device), hello, gauges, group)
 
 

@@ -94,6 +94,7 @@ class StatusBoard:
         counters: dict[str, float] = dict(self._core.metrics.counters)
         counters.update(
             running_requests=self._lifecycle.num_running,
+            paused_requests=self._lifecycle.num_running if self._core.operations.paused else 0,
             waiting_requests=len(self._lifecycle.waiting),
             suspended_requests=len(self._lifecycle.suspended),
             compiling_requests=len(self._lifecycle.compiling),

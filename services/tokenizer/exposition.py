@@ -50,7 +50,14 @@ HISTOGRAMS = (  # name, who measures it, its key there
 FINE = frozenset({"mask_seconds", "mask_row_seconds", "mask_wait_seconds", "scheduler_loop_cpu_seconds"})
 STATES = frozenset(  # keys of SystemStatus.counters that are no totals
     (
-        *("running_requests", "waiting_requests", "suspended_requests", "compiling_requests", "waiting_tokens"),
+        *(
+            "running_requests",
+            "paused_requests",
+            "waiting_requests",
+            "suspended_requests",
+            "compiling_requests",
+            "waiting_tokens",
+        ),
         *("used_tokens", "evictable_tokens", "max_total_tokens", "token_usage", "gen_throughput"),
         *("cache_hit_rate", "tree_nodes", "pinned_tokens", "grammar_cache_bytes"),
     )
@@ -110,7 +117,9 @@ class Exposition:
             ("gen_throughput", "generation_tokens_per_second", "Generated tokens per second", load.throughput),
             ("cache_hit_rate", "cache_hit_rate", "Share of prompt tokens found in the cache", load.hit_rate),
             ("num_retracted_reqs", "requests_suspended", "Requests suspended now", load.suspended),
-            ("num_paused_reqs", "", "Requests paused now", 0.0),
+            ("num_paused_reqs", "", "Requests paused now", load.paused),
+            ("engine_startup_time", "", "Seconds until the slowest worker was ready", load.startup_seconds),
+            ("engine_load_weights_time", "", "Seconds of it for the weights", load.load_weights_seconds),
             ("num_grammar_queue_reqs", "", "Requests waiting for a grammar", load.compiling),
             ("spec_accept_length", "", "Accepted draft tokens per step", 0.0),
             ("spec_accept_rate", "", "Accepted share of draft tokens", 0.0),

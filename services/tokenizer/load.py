@@ -21,6 +21,9 @@ class Load(msgspec.Struct, frozen=True):
     hit_rate: float = 0.0
     suspended: float = 0.0
     compiling: float = 0.0
+    paused: float = 0.0
+    load_weights_seconds: float = 0.0
+    startup_seconds: float = 0.0
 
     @property
     def used_tokens(self) -> int:
@@ -53,4 +56,12 @@ class Load(msgspec.Struct, frozen=True):
             hit_rate=counters.get("cache_hit_rate", 0.0),
             suspended=counters.get("suspended_requests", 0.0),
             compiling=counters.get("compiling_requests", 0.0),
+            paused=counters.get("paused_requests", 0.0),
+            load_weights_seconds=_slowest(status, "load_weights_seconds"),
+            startup_seconds=_slowest(status, "startup_seconds"),
         )
+
+
+def _slowest(status: SystemStatus, gauge: str) -> float:
+    """The largest value that any worker gives for a gauge."""
+    return max((s.gauges.get(gauge, 0.0) for s in status.services if s.service == "worker"), default=0.0)
