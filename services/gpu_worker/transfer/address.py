@@ -19,7 +19,8 @@ def bind_address(wish: str, scheduler: str, worker_id: str) -> str:
         return wish
     parts = urlsplit(scheduler)
     if parts.scheme == "ipc":
-        path = f"{os.path.dirname(scheduler.removeprefix('ipc://'))}/kv-{worker_id}-{os.getpid()}.sock"
+        # The next life binds the same path, so that none is left behind by those that were killed.
+        path = f"{os.path.dirname(scheduler.removeprefix('ipc://'))}/kv-{worker_id}.sock"
         return f"ipc://{path}" if len(os.fsencode(path)) <= MAX_IPC_PATH else ""
     if parts.scheme != "tcp" or not parts.hostname or not parts.port:
         return ""
