@@ -4,8 +4,9 @@
 
 Two servers with the small model are started, one of them with a cache that holds little. Counts come from their
 /metrics: HTTP requests (with those that only tokenise), prompts admitted, their tokens, how many of these were
-computed, and steps of the worker. The first table switches one optimisation off in the program in which it shows and
-marks the count that it moves; the second compares whole programs with the same logic over the plain openai client.
+computed (in all and for each item), and steps of the worker. The first table switches one optimisation off in the
+program in which it shows and marks the count that it moves; the second compares whole programs with the same logic over
+the plain openai client.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from radixfleet import Optimizations, RuntimeEndpoint, flush_cache, set_default_
 from radixfleet.local_server import LocalServer
 
 SMALL_TOKENS = 1024
-COLUMNS = ("HTTP", "prompts", "tokens", "computed", "hit rate", "steps", "seconds", "items/s")
+COLUMNS = ("HTTP", "prompts", "tokens", "computed", "per item", "hit rate", "steps", "seconds", "items/s")
 HEADER = f"{'':<12}{'':<16}" + "".join(f"{name:>10}" for name in COLUMNS)
 COUNTERS = {
     "HTTP": "radixfleet_http_requests_total",
@@ -71,7 +72,8 @@ def measure(url: str, num_items: int, work: Callable[[], Any]) -> Row:
     row = {name: value - before[name] for name, value in settled_counts(url).items()}
     tokens = row["hit"] + row["computed"]
     rate = row["hit"] / tokens if tokens else 0.0
-    return {**row, "HTTP": own, "tokens": tokens, "hit rate": rate, "seconds": seconds, "items/s": num_items / seconds}
+    speed = {"seconds": seconds, "items/s": num_items / seconds}
+    return {**row, "HTTP": own, "tokens": tokens, "per item": row["computed"] / num_items, "hit rate": rate, **speed}
 
 
 def show(name: str, what: str, row: Row, own: str = "") -> None:
