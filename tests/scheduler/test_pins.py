@@ -161,3 +161,18 @@ def test_the_next_step_of_a_script_is_let_in_though_the_queue_is_full() -> None:
     assert fleet.request(second).arrival == fleet.request(waiting).arrival
     order = [rid for rid in fleet.core.lifecycle.finished if rid in (waiting, second)]
     assert order == [second, waiting]
+
+
+def test_steps_of_a_group_stay_with_the_worker_that_has_their_pages() -> None:
+    fleet = LocalFleet(workers=2, hello={"num_pages": 32})
+    first = fleet.submit(PREFIX, 4, pin="s", pin_s=30.0, group_id="g")
+    fleet.run()
+    [home] = [worker for worker in fleet.workers.values() if worker.engine.prefill_tokens]
+    busy = [fleet.submit(tokens(40, seed=i), 20) for i in range(3)]
+    fleet.turn()
+    before = home.engine.prefill_tokens
+    second = fleet.submit([*PREFIX, *fleet.stream(first).tokens, 3], 4, pin="s", group_id="g")
+    fleet.run()
+    fleet.assert_answered(second, *busy)
+    assert fleet.stream(second).cached_tokens >= len(PREFIX) + 3
+    assert home.engine.prefill_tokens > before
