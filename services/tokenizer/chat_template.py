@@ -113,6 +113,7 @@ class ChatTemplate:
         try:
             environment = _environment()
             self._template = environment.from_string(source)
+            self.knows_developer = "developer" in source
             self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise ValueError(f"bad chat template: {error}") from error

@@ -93,6 +93,7 @@ class ChatBody(OpenAIFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     parallel_tool_calls: bool | None = None

@@ -61,6 +61,11 @@ class TextEngine:
         """Whether the chat template tells the model of tools by itself."""
         return self._template is not None and self._template.knows_tools
 
+    @property
+    def template_knows_developer(self) -> bool:
+        """Whether the chat template speaks of the role `developer`; others would drop or misplace its messages."""
+        return self._template is None or self._template.knows_developer
+
     def token_id(self, text: str) -> int:
         """The one token that `text` is, special or not; -1 where it is none."""
         token = self._tokenizer.token_to_id(text)

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from services.tokenizer.service import TokenizerService
+from shared import ints
 from shared.messages.request import GenerateRequest, RequestRejected
 from shared.messages.stream import Finish, FinishReason
 from tests.tokenizer.fake_backend import FakeBackend, Script
@@ -46,8 +47,6 @@ async def sdk(service: TokenizerService) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 def prompt_of(backend: FakeBackend) -> str:
-    from shared import ints
-
     ids = list(ints.unpack(backend.requests[-1].prompt_ids))
     return backend.tokenizer.decode(ids, skip_special_tokens=False)
 
@@ -136,44 +135,44 @@ async def test_no_tools_are_used_with_none(client: httpx.AsyncClient, backend: F
     assert "Of a city." not in prompt_of(backend)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [TOOL, {"type": "function"}]}, "tools[1].function"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
-            "tools[0].function.parameters",
-        ),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
-            "tools[0].function.parameters.type",
-        ),
-        ({"tools": [TOOL] * 129}, "tools"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 20000}}]},
-            "tools[0].function.description",
-        ),
-        ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "tool_choice.function.name",
-        ),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "choice": ["a", "b"]}, "choice"),
-        ({"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "regex"),
-        (
-            {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-            "messages[1].tool_calls[0].function.name",
-        ),
-    ],
-)
-async def test_bad_tools_are_refused_by_name(client: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:
-    answer = await client.post("/v1/chat/completions", json={"messages": MESSAGES, **fields})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [TOOL, {"type": "function"}]}, "tools[1].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
+        "tools[0].function.parameters",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
+        "tools[0].function.parameters.type",
+    ),
+    ({"tools": [TOOL] * 129}, "tools"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 20000}}]},
+        "tools[0].function.description",
+    ),
+    ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice.function.name",
+    ),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "choice": ["a", "b"]}, "choice"),
+    ({"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "regex"),
+    (
+        {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+        "messages[1].tool_calls[0].function.name",
+    ),
+]
+
+
+async def test_bad_tools_are_refused_by_name(client: httpx.AsyncClient) -> None:
+    for fields, param in BAD:
+        answer = await client.post("/v1/chat/completions", json={"messages": MESSAGES, **fields})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
 
 
 async def test_a_schema_the_compiler_refuses_is_told_by_its_tool(sdk: openai.AsyncOpenAI, backend: FakeBackend) -> None:
@@ -282,8 +281,6 @@ async def test_the_grammar_waits_for_the_end_of_the_reasoning(
             assert answer.status_code == 200, answer.text
             return backend.requests[-1]
 
-        from shared import ints
-
         free = await ask()
         assert free.thinking_end_id == -1
         assert begin not in ints.unpack(free.prompt_ids)
@@ -336,3 +333,23 @@ async def test_texts_are_read_without_generating(client: httpx.AsyncClient, back
     refused = await client.post("/separate_reasoning", json={"text": THOUGHT})
     assert refused.json()["error"]["param"] == "reasoning_parser"
     assert backend.requests == []
+
+
+async def test_the_developer_role_and_the_effort(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    """A template that does not know the role `developer` sees a system message."""
+    told = [{"role": "developer", "content": "Be kind."}, *MESSAGES]
+    body = {"messages": told, "max_tokens": 2, "reasoning_effort": "low"}
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert prompt_of(backend).startswith("<|im_start|>system\nBe kind.<|im_end|>")
+    refused = await client.post("/v1/chat/completions", json={**body, "reasoning_effort": "lots"})
+    assert refused.json()["error"]["param"] == "reasoning_effort"
+
+
+async def test_no_effort_switches_the_reasoning_off(launch: Launcher, backend: FakeBackend, tmp_path: Path) -> None:
+    folder = thinking_folder(tmp_path)
+    service = await launch(model_path=str(folder), reasoning_parser="qwen3")
+    async with httpx.AsyncClient(base_url=service.url, timeout=20) as client:
+        body = {"messages": MESSAGES, "max_tokens": 20, "reasoning_effort": "none", "regex": "[0-9]+"}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert backend.requests[-1].thinking_end_id == -1
+    assert set(think_ids(folder)) <= set(ints.unpack(backend.requests[-1].prompt_ids))

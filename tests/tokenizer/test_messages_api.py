@@ -139,37 +139,37 @@ async def test_thinking_reaches_the_template(client: httpx.AsyncClient, backend:
     assert "thinking.type" in refused["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"max_tokens": None}, "max_tokens is required"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"messages": []}, "messages is empty"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
-        ({"system": [{"type": "image"}]}, "system[0]"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
-        ({"tools": [{"name": "a", "input_schema": []}]}, "tools[0].input_schema"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
-        ({"tools": [TOOL], "tool_choice": {"type": "x"}}, "tool_choice.type"),
-        ({"stop_sequences": [""]}, "stop_sequences must not hold an empty string"),
-        ({"stop": "x"}, "stop cannot be honoured"),
-        ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"temperature": -1}, "temperature"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
-        ({"messages": [{"role": "user", "content": "hello " * 3000}]}, "longer than the maximum context length"),
-    ],
-)
-async def test_bad_fields_are_refused_by_name(client: httpx.AsyncClient, fields: dict[str, Any], told: str) -> None:
-    answer = await client.post("/v1/messages", json={"messages": MESSAGES, "max_tokens": 5, **fields})
-    assert answer.status_code == 400, answer.text
-    body = answer.json()
-    assert body["type"] == "error"
-    assert body["error"]["type"] == "invalid_request_error"
-    assert told in body["error"]["message"]
-    assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens is required"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"messages": []}, "messages is empty"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+    ({"system": [{"type": "image"}]}, "system[0]"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+    ({"tools": [{"name": "a", "input_schema": []}]}, "tools[0].input_schema"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "x"}}, "tool_choice.type"),
+    ({"stop_sequences": [""]}, "stop_sequences must not hold an empty string"),
+    ({"stop": "x"}, "stop cannot be honoured"),
+    ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"temperature": -1}, "temperature"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
+    ({"messages": [{"role": "user", "content": "hello " * 3000}]}, "longer than the maximum context length"),
+]
+
+
+async def test_bad_fields_are_refused_by_name(client: httpx.AsyncClient) -> None:
+    for fields, told in BAD:
+        answer = await client.post("/v1/messages", json={"messages": MESSAGES, "max_tokens": 5, **fields})
+        assert answer.status_code == 400, answer.text
+        body = answer.json()
+        assert body["type"] == "error"
+        assert body["error"]["type"] == "invalid_request_error"
+        assert told in body["error"]["message"]
+        assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
 
 
 async def test_every_failure_has_the_envelope(sdk: anthropic.AsyncAnthropic, backend: FakeBackend) -> None:

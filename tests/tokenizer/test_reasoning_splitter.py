@@ -26,7 +26,7 @@ def split(pieces: list[str], *, opened: bool = False, style: Style = STYLES["qwe
     return "".join(thoughts), "".join(speech)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     words=st.lists(st.sampled_from(WORDS), max_size=12),
     cuts=st.lists(st.integers(0, 60), max_size=6),

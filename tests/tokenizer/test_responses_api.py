@@ -179,32 +179,32 @@ async def test_a_failure_in_mid_stream(sdk: openai.AsyncOpenAI, backend: FakeBac
     assert events[-1].response.error.message == "it broke"
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
-        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
-        ({"input": []}, "input"),
-        ({"input": "hello " * 3000}, "input"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"background": True}, "background"),
-        ({"conversation": "c"}, "conversation"),
-        ({"max_output_tokens": -1}, "max_output_tokens"),
-        ({"include": ["x"]}, "include"),
-        ({"n": 2}, "n"),
-    ],
-)
-async def test_bad_fields_are_refused_by_name(client: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:
-    answer = await client.post("/v1/responses", json={"input": "hello", **fields})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["param"] == param
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+    ({"input": []}, "input"),
+    ({"input": "hello " * 3000}, "input"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+    ({"text": {"verbosity": "high"}}, "text.verbosity"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"background": True}, "background"),
+    ({"conversation": "c"}, "conversation"),
+    ({"max_output_tokens": -1}, "max_output_tokens"),
+    ({"include": ["x"]}, "include"),
+    ({"n": 2}, "n"),
+]
+
+
+async def test_bad_fields_are_refused_by_name(client: httpx.AsyncClient) -> None:
+    for fields, param in BAD:
+        answer = await client.post("/v1/responses", json={"input": "hello", **fields})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
 
 
 async def test_a_refused_schema_is_told_by_its_tool(sdk: openai.AsyncOpenAI, backend: FakeBackend) -> None:
@@ -263,3 +263,25 @@ async def test_two_processes_share_a_store(run_dir: Any) -> None:
     assert await one.get("a", "") is None
     one.close()
     two.close()
+
+
+async def test_a_stored_response_is_its_owners(launch: Launcher, backend: FakeBackend) -> None:
+    service = await launch(api_key="key-of-alice-1234,key-of-bob-56789", context_length=1600)
+    async with httpx.AsyncClient(base_url=service.url, timeout=20) as client:
+
+        async def ask(key: str, method: str, path: str, **body: Any) -> httpx.Response:
+            headers = {"authorization": f"Bearer {key}"}
+            return await client.request(method, f"/v1/responses{path}", headers=headers, json=body or None)
+
+        made = (await ask("key-of-alice-1234", "POST", "", input="hello", max_output_tokens=3)).json()
+        path = f"/{made['id']}"
+        for method, place in (
+            ("GET", path),
+            ("DELETE", path),
+            ("POST", f"{path}/cancel"),
+            ("GET", f"{path}/input_items"),
+        ):
+            assert (await ask("key-of-bob-56789", method, place)).status_code == 404, (method, place)
+        wish = {"input": "hello", "previous_response_id": made["id"], "max_output_tokens": 3}
+        assert (await ask("key-of-bob-56789", "POST", "", **wish)).status_code == 400
+        assert (await ask("key-of-alice-1234", "POST", "", **wish)).status_code == 200

@@ -63,7 +63,7 @@ def parse(form: Format, pieces: list[str]) -> tuple[str, list[tuple[str, str, st
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=[form.name for form in FORMATS])
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(words=st.lists(st.sampled_from(WORDS), max_size=14), cuts=st.lists(st.integers(0, 300), max_size=8))
 def test_any_pieces_give_the_same_parse(form: Format, words: list[str], cuts: list[int]) -> None:
     text = "".join(words)

@@ -30,6 +30,7 @@ from shared.messages.request import SamplingParams
 TEMPLATE_KWARGS_REFUSED = frozenset(
     ("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize")
 )
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _TAIL = 16  # tokens at the prompt's end that show whether the template has opened or closed the reasoning
 
 
@@ -91,6 +92,8 @@ class Conversations:
     async def _encode(self, wishes: ChatBody, box: Toolbox | None) -> array[int]:
         conversation, kwargs, options = template_input(wishes)
         text, tools = self._context.text, None
+        if not text.template_knows_developer:
+            conversation = prompting.without_developer(conversation)
         if text.template_knows_tools:
             tools = box.definitions() if box is not None else None
         else:
@@ -146,12 +149,23 @@ def renamed(error: ApiError, places: Iterable[tuple[re.Pattern[str], str]]) -> A
     )
 
 
+def effort_kwargs(wishes: ChatBody | ChatTemplateBody) -> dict[str, Any]:
+    """The reasoning effort in the words of chat templates. Raises ApiError."""
+    effort = wishes.reasoning_effort if isinstance(wishes, ChatBody) else None
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        text = f"reasoning_effort must be one of {', '.join(EFFORTS)}."
+        raise invalid(text, "reasoning_effort", "invalid_value")
+    return {"enable_thinking": False, "thinking": False} if effort == "none" else {"reasoning_effort": effort}
+
+
 def template_input(
     wishes: ChatBody | ChatTemplateBody,
 ) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, bool]]:
     """Messages, the template's own arguments, and how the prompt ends."""
     conversation = messages.normalize(wishes.messages)
-    kwargs = wishes.chat_template_kwargs or {}
+    kwargs = {**effort_kwargs(wishes), **(wishes.chat_template_kwargs or {})}
     for name in kwargs:
         if name in TEMPLATE_KWARGS_REFUSED:
             raise invalid(f"chat_template_kwargs.{name} is not allowed.", "chat_template_kwargs", "invalid_value")
@@ -175,5 +189,5 @@ def _params(context: Context, wishes: ChatBody) -> SamplingParams:
 
 
 def _may_think(wishes: ChatBody, switches: tuple[str, ...]) -> bool:
-    kwargs: Mapping[str, Any] = wishes.chat_template_kwargs or {}
+    kwargs: Mapping[str, Any] = {**effort_kwargs(wishes), **(wishes.chat_template_kwargs or {})}
     return all(kwargs.get(name) is not False for name in switches)

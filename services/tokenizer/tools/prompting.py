@@ -45,6 +45,11 @@ def with_system(messages: list[Message], text: str) -> list[Message]:
     return [{"role": "system", "content": text}, *messages]
 
 
+def without_developer(messages: list[Message]) -> list[Message]:
+    """The role `developer` as `system`."""
+    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+
+
 def plain_history(messages: list[Message], form: Format) -> list[Message]:
     """Calls as the assistant's own words, results as the user's; results of one turn are one message."""
     plain: list[Message] = []

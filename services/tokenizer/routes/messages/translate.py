@@ -25,6 +25,7 @@ PLACES = (
     (re.compile(r"tools\[(\d+)\]\.function"), r"tools[\1]"),
     (re.compile(r"tool_choice\.function"), "tool_choice"),
     (re.compile(r"^stop\b"), "stop_sequences"),
+    (re.compile(r"reasoning_effort"), "output_config.effort"),
     (re.compile(r"response_format\.json_schema|response_format"), "output_config.format"),
 )
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -50,6 +51,7 @@ def chat_body(wishes: MessagesBody) -> ChatBody:
         parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
         response_format=_format(wishes),
         chat_template_kwargs=_template_kwargs(wishes),
+        reasoning_effort=_effort(wishes.output_config or {}),
         rid=wishes.rid,
         extra_key=wishes.extra_key,
         cache_salt=wishes.cache_salt,
@@ -176,7 +178,7 @@ def _format(wishes: MessagesBody) -> dict[str, Any] | None:
 
 
 def _template_kwargs(wishes: MessagesBody) -> dict[str, Any] | None:
-    """Thinking and effort in the words of chat templates."""
+    """Thinking in the words of chat templates."""
     kwargs: dict[str, Any] = {}
     if wishes.thinking is not None:
         kind = wishes.thinking.get("type")
@@ -184,7 +186,11 @@ def _template_kwargs(wishes: MessagesBody) -> dict[str, Any] | None:
             text = f"thinking.type must be one of {', '.join(_THINKING)}."
             raise invalid(text, "thinking.type", "invalid_value")
         kwargs = {"enable_thinking": kind != "disabled", "thinking": kind != "disabled"}
-    effort = (wishes.output_config or {}).get("effort")
-    if effort is not None:
-        kwargs["reasoning_effort"] = effort
     return {**kwargs, **(wishes.chat_template_kwargs or {})}
+
+
+def _effort(config: dict[str, Any]) -> str | None:
+    effort = config.get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise invalid("output_config.effort must be a string.", "output_config.effort", "invalid_type")
+    return effort

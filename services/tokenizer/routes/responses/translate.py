@@ -19,7 +19,6 @@ from services.tokenizer.schema import ChatBody, SamplingFields
 Message = dict[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
 INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _MOST_METADATA = 16
 PLACES = (
     (re.compile(r"tools\[(\d+)\]\.function"), r"tools[\1]"),
@@ -27,6 +26,7 @@ PLACES = (
     (re.compile(r"max_completion_tokens"), "max_output_tokens"),
     (re.compile(r"response_format\.json_schema|response_format"), "text.format"),
     (re.compile(r"\bmessages\b"), "input"),
+    (re.compile(r"reasoning_effort"), "reasoning.effort"),
 )
 
 
@@ -35,10 +35,9 @@ def chat_body(wishes: ResponsesBody, conversation: list[Message]) -> ChatBody:
     _check(wishes)
     sampling = {name: getattr(wishes, name) for name in SamplingFields.__struct_fields__}
     logprobs = bool(wishes.top_logprobs) or INCLUDES[1] in (wishes.include or ())
-    system = [{"role": "system", "content": wishes.instructions}] if wishes.instructions else []
     return ChatBody(
         **sampling,
-        messages=[*system, *conversation],
+        messages=_with_instructions(wishes.instructions, conversation),
         model=wishes.model,
         stream=wishes.stream,
         max_completion_tokens=wishes.max_output_tokens,
@@ -48,7 +47,8 @@ def chat_body(wishes: ResponsesBody, conversation: list[Message]) -> ChatBody:
         tool_choice=wishes.tool_choice,
         parallel_tool_calls=wishes.parallel_tool_calls,
         response_format=_format(wishes.text or {}),
-        chat_template_kwargs=_template_kwargs(wishes),
+        chat_template_kwargs=wishes.chat_template_kwargs,
+        reasoning_effort=_effort(wishes.reasoning or {}),
         rid=wishes.rid,
         extra_key=wishes.extra_key,
         cache_salt=wishes.cache_salt,
@@ -166,13 +166,18 @@ def _format(text: dict[str, Any]) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {key: value for key, value in wished.items() if key != "type"}}
 
 
-def _template_kwargs(wishes: ResponsesBody) -> dict[str, Any] | None:
-    """The reasoning effort in the words of chat templates."""
-    effort = (wishes.reasoning or {}).get("effort")
-    if effort is None:
-        return wishes.chat_template_kwargs
-    if effort not in EFFORTS:
-        text = f"reasoning.effort must be one of {', '.join(EFFORTS)}."
-        raise invalid(text, "reasoning.effort", "invalid_value")
-    switch = {"enable_thinking": False, "thinking": False} if effort == "none" else {"reasoning_effort": effort}
-    return {**switch, **(wishes.chat_template_kwargs or {})}
+def _effort(reasoning: dict[str, Any]) -> str | None:
+    effort = reasoning.get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise invalid("reasoning.effort must be a string.", "reasoning.effort", "invalid_type")
+    return effort
+
+
+def _with_instructions(instructions: str | None, conversation: list[Message]) -> list[Message]:
+    """Instructions come first; a system message that follows them is part of the same one."""
+    if not instructions:
+        return conversation
+    if conversation and conversation[0]["role"] in ("system", "developer"):
+        first = {"role": "system", "content": f"{instructions}\n\n{conversation[0]['content']}"}
+        return [first, *conversation[1:]]
+    return [{"role": "system", "content": instructions}, *conversation]
