@@ -208,8 +208,9 @@ def stop(deployment: Deployment) -> None:
     deployment.compose("stop", "-t", str(GRACE_S))
     seconds = time.monotonic() - started
     codes = run("docker", "inspect", "-f", "{{.State.ExitCode}}", *ids).split()
-    require(codes == ["0"] * len(ids), f"every service ended by itself, exit codes {' '.join(codes)}")
-    require(seconds < GRACE_S, f"down within the grace time: {seconds:.0f} s of {GRACE_S}")
+    # Whoever is not through within its grace time is killed and ends with 137. The scheduler stops after the others.
+    require(codes == ["0"] * len(ids), f"every service ended within its grace time, exit codes {' '.join(codes)}")
+    say(f"all {len(ids)} stopped in {seconds:.0f} s")
 
 
 def free_port() -> int:
