@@ -163,9 +163,9 @@ def test_a_session_goes_on_at_the_other_door(doors: Doors) -> None:
 
 def test_time_outs(doors: Doors) -> None:
     client = next(iter(doors.by_process.values()))
-    answer = generate(client, 1500, timeout=1.0)
+    answer = generate(client, 8000, timeout=3.0)
     assert answer.status_code == 408
-    body = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "timeout": 1.0, "stream": True}
+    body = {"prompt": "Once", "max_tokens": 8000, "ignore_eos": True, "timeout": 3.0, "stream": True}
     answer = client.post("/v1/completions", json={**body, "stream_options": {"include_usage": True}})
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
     *chunks, usage, error, done = lines

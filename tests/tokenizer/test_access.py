@@ -169,14 +169,14 @@ async def test_an_operator_ends_everybodys_requests(door: httpx.AsyncClient, bac
 async def test_a_tenant_beyond_its_budget_is_told_when_to_come_back(
     door: httpx.AsyncClient, backend: FakeBackend
 ) -> None:
-    backend.reject = RequestRejected("", "rate_limited", "alice may send 600 requests a minute", 30.0)
+    backend.reject = RequestRejected("", "rate_limited", "alice may send 600 requests a minute", 300.0)
     for stream in (False, True):
         answer = await door.post("/generate", json={**WORK, "stream": stream}, headers=ALICE)
         assert answer.status_code == 429
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
         assert "600 requests" in error["message"]
-        assert int(answer.headers["retry-after"]) in (29, 30)
+        assert 200 < int(answer.headers["retry-after"]) <= 300
     assert len(backend.requests) == 1  # the second was refused by what the first was told
     backend.reject = None
     assert (await door.post("/generate", json=WORK, headers=BOB)).status_code == 200
