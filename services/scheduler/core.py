@@ -158,7 +158,8 @@ class Core:
     def _needed_for_its_pages(self, worker: Worker) -> bool:
         """Whether pages are on their way from it, or a request it had may still have its own moved."""
         worker.emigrants = [request for request in worker.emigrants if request.live and request.worker is None]
-        if not self.migration.possible or self.clock.now() >= worker.needed_until:
+        heirs = any(not other.draining for other in self.fleet)
+        if not heirs or not self.migration.possible or self.clock.now() >= worker.needed_until:
             return False
         return bool(worker.transfers or worker.emigrants)
 

@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from services.scheduler.lifecycle import abort
-from services.scheduler.request import Request
+from services.scheduler.request import Request, State
 from shared.messages.request import Operation, OperationDone
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Operations:
 def _describe(request: Request, now: float) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
-        "state": request.state.value,
+        "state": (State.TRANSFERRING if request.transfer is not None else request.state).value,
         "age_s": round(now - request.arrival, 3),
         "prompt_tokens": request.prompt_length,
         "output_tokens": len(request.output),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class State(enum.Enum):
     WAITING = "waiting"  # has neither seat nor rows in flight
     COMPILING = "compiling"  # its constraint is being compiled
-    TRANSFERRING = "transferring"  # its pages are on the way to its worker
+    TRANSFERRING = "transferring"  # as waiting, while its pages are on the way to its worker; only in reports
     RUNNING = "running"  # has a seat
     SUSPENDED = "suspended"  # lost its seat, results are still to come
     FINISHED = "finished"  # kept until its frontend holds the last chunk
