@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from typing import Any
+from xml.etree import ElementTree
 
 import httpx
 import pytest
@@ -63,6 +64,12 @@ def test_each_kind_conforms(server: LocalServer, temperature: float) -> None:
     assert re.fullmatch(CHINESE, generate(server, regex=CHINESE, temperature=temperature)["text"])
     assert generate(server, ebnf='root ::= "yes" | "no"', temperature=temperature)["text"] in ("yes", "no")
     assert isinstance(json.loads(generate(server, json_schema="$$ANY$$", temperature=temperature)["text"]), list | dict)
+    lark = generate(server, lark='start: "n=" NUMBER\nNUMBER: /[0-9]{1,4}/', temperature=temperature)
+    assert re.fullmatch("n=[0-9]{1,4}", lark["text"])
+    card = {"person": {"name": "[A-Z][a-z]{1,9}", "age": r"\d{1,3}", "phones": [{"phone": "[0-9-]{3,8}"}]}}
+    root = ElementTree.fromstring(generate(server, xml_schema=card, temperature=temperature)["text"])
+    assert [child.tag for child in root] == ["name", "age", "phones"]
+    assert 0 <= int(root[1].text or "") <= 999
 
 
 def test_forced_tokens_change_the_cost_and_not_the_answer(server: LocalServer) -> None:
@@ -105,6 +112,30 @@ def test_chat_stream(server: LocalServer) -> None:
                 reasons.append(choice["finish_reason"])
     check_person(text)
     assert [reason for reason in reasons if reason] == ["stop"]
+
+
+def test_names_of_older_clients_and_errors_in_their_words(server: LocalServer) -> None:
+    chat = {"messages": [{"role": "user", "content": "A colour, please."}], "max_tokens": 40, "temperature": 0}
+
+    def ask(**fields: Any) -> httpx.Response:
+        return httpx.post(f"{server.url}/v1/chat/completions", json={**chat, **fields}, timeout=300)
+
+    def said(**fields: Any) -> str:
+        return str(ask(**fields).json()["choices"][0]["message"]["content"])
+
+    assert said(guided_choice=["red", "green"]) in ("red", "green")
+    assert re.fullmatch("[0-9]{3}", said(guided_regex="[0-9]{3}"))
+    assert said(guided_grammar='root ::= "yes" | "no"') in ("yes", "no")
+    check_person(said(guided_json=PERSON))
+    for fields, start in (
+        ({"guided_regex": "a(b"}, "guided_regex: column 2: unclosed group"),
+        ({"structured_outputs": {"regex": "a(b"}}, "structured_outputs.regex: column 2: unclosed group"),
+        ({"xml_schema": {"a": {"b": "("}}}, "xml_schema: #/a/b (column 1): unclosed group"),
+    ):
+        answer = ask(**fields)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(start), answer.text
+        assert answer.json()["error"]["param"] == start.split(":")[0]
 
 
 def test_choices_differ_and_conform(server: LocalServer) -> None:
