@@ -10,9 +10,12 @@ import httpx
 import pytest
 import trustme
 
+from radixfleet.errors import CommandError
+from radixfleet.warmup import warm_up
 from services.tokenizer import tls
 from shared.config import TokenizerConfig
 from tests.tokenizer.conftest import Launcher
+from tests.tokenizer.fake_backend import FakeBackend
 from tests.tokenizer.sse_reader import events
 
 WORK = {"text": "hello", "sampling_params": {"max_new_tokens": 4}}
@@ -84,6 +87,23 @@ def test_certificates_that_cannot_be_used_end_the_start(files: dict[str, str], t
     ):
         with pytest.raises(SystemExit, match="radixfleet: "):
             tls.require(TokenizerConfig(**fields))
+
+
+async def test_the_launchers_warm_up_needs_no_key_of_a_tenant(
+    launch: Launcher, backend: FakeBackend, files: dict[str, str], authority: trustme.CA, tmp_path: Path
+) -> None:
+    elsewhere = authority.issue_cert("api.example")  # made for the name clients use
+    elsewhere.private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    for tls_files in (files, {"ssl_certfile": str(tmp_path / "both.pem")}):
+        service = await launch(**tls_files, api_key="tenant", launch_key="own")
+        await warm_up(service.url, "own", tls_files["ssl_certfile"])
+        with pytest.raises(CommandError, match="status 401"):
+            await warm_up(service.url, "another", tls_files["ssl_certfile"])
+    with pytest.raises(CommandError, match="CERTIFICATE_VERIFY_FAILED"):
+        await warm_up(service.url, "own", files["ssl_certfile"])
+    assert len(backend.requests) == 2
+    plain = await launch()
+    await warm_up(plain.url, "whatever", "")
 
 
 async def test_no_page_may_call_unless_it_is_named(launch: Launcher) -> None:
