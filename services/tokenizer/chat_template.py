@@ -14,7 +14,6 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
-import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.utils
@@ -114,7 +113,8 @@ class ChatTemplate:
             environment = _environment()
             self._template = environment.from_string(source)
             self.knows_developer = "developer" in source
-            self.knows_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
+            names = environment.parse(source).find_all(jinja2.nodes.Name)
+            self.knows_tools = any(name.name == "tools" and name.ctx == "load" for name in names)
         except jinja2.TemplateError as error:
             raise ValueError(f"bad chat template: {error}") from error
 

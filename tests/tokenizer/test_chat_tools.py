@@ -353,3 +353,19 @@ async def test_no_effort_switches_the_reasoning_off(launch: Launcher, backend: F
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
     assert backend.requests[-1].thinking_end_id == -1
     assert set(think_ids(folder)) <= set(ints.unpack(backend.requests[-1].prompt_ids))
+
+
+JOINED = "{% if not tools is defined %}{% set tools = none %}{% endif %}" + CHATML.replace(
+    "message['content']",
+    "message['content'] + ('{\"name\": ' + message.tool_calls[0].function.arguments if message.tool_calls else '')",
+)
+
+
+async def test_a_template_that_joins_arguments_to_text(launch: Launcher, backend: FakeBackend, tmp_path: Path) -> None:
+    service = await launch(model_path=str(write_model_folder(tmp_path / "m", JOINED)), context_length=1600)
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    history = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "sunny"}]
+    async with httpx.AsyncClient(base_url=service.url, timeout=20) as client:
+        answer = await client.post("/v1/chat/completions", json={"messages": history, "tools": [TOOL], "max_tokens": 2})
+        assert answer.status_code == 200, answer.text
+    assert '<|im_start|>assistant\n{"name": {"city": "Rome"}' in prompt_of(backend)

@@ -100,6 +100,12 @@ class Conversations:
             conversation = prompting.plain_history(conversation, self._format)
             if box is not None:
                 conversation = prompting.with_system(conversation, prompting.system_text(box, self._format))
+        try:
+            return await text.encode_chat(conversation, tools, kwargs, self._context.limit, **options)
+        except ApiError as error:
+            if error.status != 400 or not any(map(prompting.has_calls, conversation)):
+                raise
+        conversation = [prompting.with_text_arguments(message) for message in conversation]
         return await text.encode_chat(conversation, tools, kwargs, self._context.limit, **options)
 
     async def _reading(self, wishes: ChatBody, box: Toolbox | None, ids: array[int], *, constrained: bool) -> Reading:

@@ -45,6 +45,24 @@ def with_system(messages: list[Message], text: str) -> list[Message]:
     return [{"role": "system", "content": text}, *messages]
 
 
+def has_calls(message: Message) -> bool:
+    return bool(message.get("tool_calls"))
+
+
+def with_text_arguments(message: Message) -> Message:
+    """Arguments as JSON text: some templates join them to other texts."""
+    if not has_calls(message):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        arguments = function.get("arguments", {})
+        if not isinstance(arguments, str):
+            function = {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
 def without_developer(messages: list[Message]) -> list[Message]:
     """The role `developer` as `system`."""
     return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
