@@ -29,6 +29,7 @@ TALE = {
     "sampling_params": {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True},
 }
 SETTLE_S = 20.0
+PATIENCE_S = 300.0  # a real model answers sixteen requests at once
 
 
 async def tell(client: httpx.AsyncClient) -> str:
@@ -65,7 +66,7 @@ async def run(url: str, seed: int, count: int) -> tuple[Tally, list[str]]:
         expected = await tell(client)
         stop = asyncio.Event()
         beside = asyncio.create_task(neighbour(client, stop))
-        tally = await storm(url, seed, count)
+        tally = await storm(url, seed, count, patience=PATIENCE_S)
         stop.set()
         tales = await beside
         wrong = list(tally.wrong)

@@ -93,7 +93,7 @@ def draw(dice: random.Random) -> Attack:
     return dice.choices(makers, weights=(4, 3, 2, 1))[0](dice)
 
 
-async def strike(url: str, attack: Attack, tally: Tally) -> None:
+async def strike(url: str, attack: Attack, tally: Tally, patience: float = PATIENCE_S) -> None:
     """Send it and take down what happens: a server error, or no answer in time, is wrong."""
     host, port = url.removeprefix("http://").split(":")
     tally.kinds[attack.kind] += 1
@@ -105,7 +105,7 @@ async def strike(url: str, attack: Attack, tally: Tally) -> None:
             if attack.leave:
                 _leave(writer, attack.leave)
                 return
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(patience):
                 answer = await _answer(reader)
             status = re.match(rb"HTTP/1\.[01] (\d{3})", answer)
             code = int(status[1]) if status else 0
@@ -118,14 +118,14 @@ async def strike(url: str, attack: Attack, tally: Tally) -> None:
         writer.close()
 
 
-async def storm(url: str, seed: int, count: int, at_once: int = 16) -> Tally:
+async def storm(url: str, seed: int, count: int, at_once: int = 16, patience: float = PATIENCE_S) -> Tally:
     """So many attacks, some of them at the same time."""
     dice, tally = random.Random(seed), Tally()
     attacks = iter([draw(dice) for _ in range(count)])
 
     async def attacker() -> None:
         for attack in attacks:
-            await strike(url, attack, tally)
+            await strike(url, attack, tally, patience)
 
     await asyncio.gather(*(attacker() for _ in range(at_once)))
     return tally

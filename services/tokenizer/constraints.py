@@ -70,7 +70,7 @@ def read(fields: ConstraintFields, names: Names) -> Constraint | None:
 
 
 def _constraint(found: _Found, fields: ConstraintFields, names: Names) -> Constraint:
-    if fields.best_effort and getattr(fields, "stop", None):
+    if fields.best_effort and (getattr(fields, "stop", None) or getattr(fields, "stop_regex", None)):
         name = names("best_effort")
         raise invalid(f"{name} cannot be used with stop strings: they cut the text it checks.", name, "invalid_value")
     if fields.any_whitespace and found.kind not in JSON_KINDS:

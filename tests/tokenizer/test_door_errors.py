@@ -97,6 +97,7 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str | None, str | None]] = [
     (chat(regex="a+", ebnf="root ::= 'a'"), "ebnf", "invalid_value"),
     (chat(regex="a+", response_format={"type": "json_object"}), "response_format", "invalid_value"),
     (chat(regex="a+", best_effort=True, stop=["x"]), "best_effort", "invalid_value"),
+    (chat(regex="a+", best_effort=True, stop_regex="b"), "best_effort", "invalid_value"),
     (chat(best_effort=True), "best_effort", "invalid_value"),
     (chat(regex="a+", any_whitespace=True), "any_whitespace", "invalid_value"),
     (chat(complete_within_budget=True), "complete_within_budget", "invalid_value"),
