@@ -210,6 +210,7 @@ def test_the_openai_backend_against_our_own_server(runtime: Runtime, chat: bool)
     assert state["sure"] in ("yes", "no", "true", "false")
     streamed = program.run(backend=backend, temperature=0, stream=True)
     assert "".join(streamed.text_iter("one")) == state["one"]
+    streamed.sync()
     with pytest.raises(BackendError, match="no regex"):
         judged_with_regex.run(backend=backend)
     backend.close()
