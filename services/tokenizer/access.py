@@ -23,20 +23,16 @@ from shared.tenants import Tenant, check_keys, from_keys, read_file
 
 OPEN = frozenset(("/health", "/ready", "/ping"))
 CLIENT_PREFIX = "/v1/"
-CLIENT = frozenset(
+TEXT_ONLY = frozenset(  # work of this process alone: costs nothing of a budget
     (
-        *(
-            "/generate",
-            "/script",
-            "/tokenize",
-            "/detokenize",
-            "/apply_chat_template",
-            "/parse_function_call",
-            "/separate_reasoning",
-            "/abort_request",
-            "/unpin",
-        ),
-        *("/open_session", "/close_session", "/health_generate", "/openapi.json", "/metrics"),
+        *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/v1/messages/count_tokens"),
+        *("/apply_chat_template", "/parse_function_call", "/separate_reasoning"),
+    )
+)
+CLIENT = TEXT_ONLY | frozenset(
+    (
+        *("/generate", "/script", "/abort_request", "/unpin", "/open_session", "/close_session"),
+        *("/health_generate", "/openapi.json", "/metrics"),
         *("/get_model_info", "/model_info", "/get_server_info", "/server_info", "/get_load", "/workers"),
     )
 )
@@ -116,6 +112,10 @@ class Access:
         if scope["method"] not in ("POST", "PUT") or path in CONTROL:
             return False
         return _is_client(path)
+
+    def costs(self, scope: Scope) -> bool:
+        """Whether a request that is work goes on to the scheduler, who counts it."""
+        return self._route_path(scope["path"]) not in TEXT_ONLY
 
     def _route_path(self, path: str) -> str:
         """The path as routes see it: without the prefix of a proxy that does not take it away."""

@@ -91,7 +91,8 @@ class Door:
             await unavailable("Too many requests are in work.").response()(scope, receive, send)
             return
         try:
-            self._limits.check(call.tenant)
+            if self._access.costs(scope):
+                self._limits.check(call.tenant)
         except ApiError as refusal:
             await refusal.response()(scope, receive, send)
             return

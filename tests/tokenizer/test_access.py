@@ -181,6 +181,7 @@ async def test_a_tenant_beyond_its_budget_is_told_when_to_come_back(
     backend.reject = None
     assert (await door.post("/generate", json=WORK, headers=BOB)).status_code == 200
     assert (await door.get("/v1/models", headers=ALICE)).status_code == 200
+    assert (await door.post("/tokenize", json={"prompt": "hello"}, headers=ALICE)).status_code == 200
 
 
 async def test_an_http_request_counts_once(door: httpx.AsyncClient, backend: FakeBackend) -> None:
