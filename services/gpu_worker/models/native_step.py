@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from services.gpu_worker.layers.linear import Linear
     from services.gpu_worker.models.decoder import Decoder, DecoderLayer
 
-# Few rows are bound by reading weights, which the kernels do once, with norms and gates in place. Where torch over
-# oneDNN's layout catches up is not settled: on a busy machine (135M model, AMX) it lay anywhere from 128 rows to beyond
-# 512, depending on the run; this is a value in between.
-NATIVE_ROWS = 256
-# Models up to this size keep a second copy of their weights in oneDNN's layout, for steps beyond NATIVE_ROWS.
+# In fp32 torch's products win somewhere between 32 and 64 rows (135M model, one thread). In bf16 and int8 they never
+# do: with AMX oneDNN takes 1.1 to 1.2 times as long from 64 to 512 rows, without AMX about as long. docs/performance.md
+NATIVE_ROWS = 48
+# fp32 models up to this size keep their plain weights too, for steps beyond NATIVE_ROWS.
 SECOND_COPY_BYTES = 2 << 30
 
 log = structlog.get_logger()
@@ -64,8 +63,9 @@ class NativeStep:
         config = decoder.config
         linears = [decoder.head, *(linear for layer in decoder.layers for linear in layer.linears())]
         size = sum(linear.weight.nbytes for linear in linears)
-        # One way of summing for all sizes of step is what deterministic asks for, and one set of weights int8.
-        self.keeps_plain = not deterministic and not int8 and size <= SECOND_COPY_BYTES
+        # One way of summing for all sizes of step is what deterministic asks for.
+        loses = linears[0].weight.dtype == torch.float32 and not int8
+        self.keeps_plain = loses and not deterministic and size <= SECOND_COPY_BYTES
         self._int8 = int8
         self._norm, self._eps = decoder.final_norm, config.norm_eps
         layers = [
