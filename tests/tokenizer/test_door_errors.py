@@ -151,7 +151,7 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str | None, str | None]] = [
     (sampled(sampling_seed="x"), "sampling_params.sampling_seed", "invalid_type"),
     (generate(image_data="http://x"), "image_data", "unsupported_parameter"),
     (generate(input_embeds=[[1.0]]), "input_embeds", "unsupported_parameter"),
-    (generate(session_params={"id": "x"}), "session_params", "unsupported_parameter"),
+    (generate(session_params={"id": "x"}), "session_params.id", "session_not_found"),
     (("/tokenize", {"prompt": 5}), "prompt", "invalid_type"),
     (("/detokenize", {"tokens": [VOCAB_SIZE]}), "tokens", "out_of_range"),
     (("/abort_request", {}), "rid", "missing_required_parameter"),
