@@ -183,6 +183,11 @@ async def test_a_schema_the_compiler_refuses_is_told_by_its_tool(sdk: openai.Asy
             await sdk.chat.completions.create(model="tiny", messages=MESSAGES, tools=[TOOL, CLOCK], stream=stream)
         assert refused.value.param == "tools[1].function.parameters"
         assert "properties/a/type" in refused.value.message
+    small = "structural_tag: a complete text takes at least 23 tokens, but max_new_tokens is 8"
+    backend.reject = RequestRejected("", "bad_constraint", small)
+    with pytest.raises(openai.BadRequestError, match="at least 23 tokens, but max_tokens is 8") as refused:
+        await sdk.chat.completions.create(model="tiny", messages=MESSAGES, tools=[TOOL], tool_choice="required")
+    assert refused.value.param == "max_tokens"
 
 
 async def test_history_in_plain_words(client: httpx.AsyncClient, backend: FakeBackend) -> None:

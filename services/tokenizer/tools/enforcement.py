@@ -18,6 +18,7 @@ from shared.messages.request import Constraint
 KIND: Literal["structural_tag"] = "structural_tag"
 _PLACE = re.compile(r"#/format\S*?(?=: )")
 _ANSWER = re.compile(r"#/format/elements/[1-9]/(json_schema|pattern|grammar)")  # the answer's form stands last
+_BUDGET = re.compile(r"at least (\d+) tokens, but max_new_tokens is (\d+)")
 _TAG = re.compile(r"/tags/(\d+)/")
 
 
@@ -61,6 +62,9 @@ def explain(error: ApiError, box: Toolbox | None) -> ApiError:
     if box is None or error.param != KIND:
         return error
     place = _PLACE.search(error.message)
+    if place is None and (needed := _BUDGET.search(error.message)) is not None:
+        text = f"A complete call takes at least {needed[1]} tokens, but max_tokens is {needed[2]}."
+        return ApiError(error.status, text, param="max_tokens", code=error.code)
     tags = _TAG.findall(place[0]) if place is not None else []
     _, _, reason = error.message.partition(place[0] + ": " if place is not None else ": ")
     if tags and int(tags[-1]) < len(box.allowed):

@@ -113,6 +113,8 @@ class _Desk:
 
     async def cancel(self, response_id: str) -> bytes:
         answerer = self._live.get((calls.current().tenant, response_id))
+        if answerer is None:
+            self._context.frontend.abort(response_id)  # another HTTP process may be making it; here it is not known
         if answerer is None or answerer.is_final:
             return bytes((await self.stored(response_id)).response)
         self._context.frontend.abort(response_id)

@@ -23,7 +23,7 @@ _MOST_METADATA = 16
 PLACES = (
     (re.compile(r"tools\[(\d+)\]\.function"), r"tools[\1]"),
     (re.compile(r"tool_choice\.function"), "tool_choice"),
-    (re.compile(r"max_completion_tokens"), "max_output_tokens"),
+    (re.compile(r"max_completion_tokens|\bmax_tokens\b"), "max_output_tokens"),
     (re.compile(r"response_format\.json_schema|response_format"), "text.format"),
     (re.compile(r"\bmessages\b"), "input"),
     (re.compile(r"reasoning_effort"), "reasoning.effort"),
