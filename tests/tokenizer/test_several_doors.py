@@ -119,3 +119,18 @@ async def test_tenants_see_their_own_use_operators_see_all(launch: Launcher, bac
         assert await seen("b") == {"key-2": 4.0}
         assert await seen("a", "cached_tokens_total") == {"key-1": 5.0}
         assert await seen("a", "requests_live") == {"key-1": 2.0}
+
+
+async def test_a_response_made_by_another_door_is_cancelled(
+    doors: list[httpx.AsyncClient], backend: FakeBackend
+) -> None:
+    endless(backend)
+    async with doors[0].stream("POST", "/v1/responses", json={"input": "hello", "stream": True}) as answer:
+        lines = answer.aiter_lines()
+        while not (line := await anext(lines)).startswith("data: "):
+            pass
+        name = line.partition('"id":"')[2].partition('"')[0]
+        assert name.startswith("resp_")
+        assert (await doors[1].post(f"/v1/responses/{name}/cancel")).status_code == 404
+        assert [line async for line in lines]
+    assert backend.live == 0
