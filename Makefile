@@ -43,6 +43,7 @@ check: $(STAMP)
 # Long trials; run before a release, their last result is committed.
 soak: install
 	$(BIN)/python scripts/soak.py --minutes 5 --write docs/soak.md
+	$(BIN)/python scripts/chaos.py --minutes 5 --write docs/chaos.md
 	$(BIN)/python scripts/sanitize_kernels.py
 	$(BIN)/python scripts/fuzz_door.py
 

@@ -147,7 +147,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
                 setting="deterministic"),
         _int("--random-seed", "seed of the seeds that requests do not give [drawn]"),
         _float("--watchdog-timeout", "seconds one step may take [300]", "step_timeout"),
-        _float("--worker-grace", "seconds requests wait while no worker is left [30]"),
+        _float("--worker-grace", "seconds requests wait while no worker is left, or for another lost service [30]"),
     ),
     "logs and metrics": (
         _text("--log-level", "of all services [info]", ("debug", "info", "warning", "error", "critical")),

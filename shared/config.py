@@ -65,6 +65,7 @@ class TokenizerConfig(ServiceConfig, frozen=True, kw_only=True):
     max_batch_size: Positive = 512  # prompts times n of one HTTP request
     max_logprobs: Positive = 128
     text_threads: NonNegative = 0  # 0: as many as cores, at most 4
+    worker_grace: float = 0.0  # how long requests wait for a service that is away; 0: 30 s
     keep_alive_interval: float = 15.0
     client_stall_timeout: float = 60.0
     log_requests: bool = False

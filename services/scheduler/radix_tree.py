@@ -59,13 +59,14 @@ class RadixTree:
     def workers(self) -> tuple[str, ...]:
         return tuple(self._caches)
 
-    def add_worker(self, worker: str) -> None:
-        """ValueError where it is known already."""
+    def add_worker(self, worker: str, *, observed: bool = True) -> None:
+        """ValueError where it is known already. The observer hears nothing of one that is not `observed`."""
         if worker in self._caches:
             raise ValueError(f"worker {worker} is in the tree already")
-        self._caches[worker] = WorkerCache(worker, self.observer)
-        if self.observer is not None:
-            self.observer.joined(worker)
+        observer = self.observer if observed else None
+        self._caches[worker] = WorkerCache(worker, observer)
+        if observer is not None:
+            observer.joined(worker)
         self._clock += 1
 
     def drop_worker(self, worker: str) -> None:
@@ -74,8 +75,8 @@ class RadixTree:
         if cache is not None:
             cache.alive = False
             self._store.drop(cache)
-            if self.observer is not None:
-                self.observer.left(worker)
+            if cache.observer is not None:
+                cache.observer.left(worker)
             self._clock += 1
 
     def match(self, namespace: bytes, tokens: bytes) -> Match:

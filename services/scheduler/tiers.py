@@ -64,7 +64,7 @@ class Tiers:
         self._metrics.count("tiers_emptied")
         self.emptied(reason, tier.key)
         self._tree.drop_worker(tier.key)
-        self._tree.add_worker(tier.key)
+        self._tree.add_worker(tier.key, observed=False)
         tier.pool = type(tier.pool)(tier.pool.num_pages)
 
     def keep(self, worker: Worker, gone: list[Evicted]) -> None:
@@ -75,7 +75,7 @@ class Tiers:
 
     def _add(self, worker: Worker, tier: Tier) -> None:
         worker.tiers[tier.name] = tier
-        self._tree.add_worker(tier.key)
+        self._tree.add_worker(tier.key, observed=False)
 
     def _store(self, worker: Worker, tier: Tier, evicted: Evicted, source: Literal["device", "host"]) -> None:
         tree = self._tree

@@ -54,6 +54,7 @@ class Frontend:
         self.streams = StreamTable()
         self.status: SystemStatus | None = None
         self.draining = False
+        self.grace = 0.0  # seconds live requests wait for a service that is away; 0: PEER_GRACE_S
         self.measurements = measurements
         self.limits = Limits(clock)
         self.on_ready: Callable[[], None] = _nothing  # whenever a message finds us ready
@@ -166,7 +167,7 @@ class Frontend:
             return
         now = self._clock.now()
         self._lost_at = now if self._lost_at is None else self._lost_at
-        if now - self._lost_at > PEER_GRACE_S:
+        if now - self._lost_at > (self.grace or PEER_GRACE_S):
             missed = "detokenizer" if self.fresh else "scheduler"
             self.fail_all(unavailable(f"The {missed} is away for too long."))
 

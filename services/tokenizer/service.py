@@ -135,6 +135,7 @@ class TokenizerService:
         labels = CustomLabels(config.metrics_custom_labels)
         service_id = new_service_id("tokenizer", config)
         frontend = Frontend(config.scheduler, service_id, new_incarnation(), self._clock, measurements)
+        frontend.grace = config.worker_grace
         frontend.on_ready = self._announce
         return Context(
             config=config,
