@@ -29,7 +29,7 @@ SMALL = ("scheduler", "tokenizer", "detokenizer")
 SMALL_MB = 300
 HEALTHY_S = 300
 GRACE_S = 45
-TOKENS = 160
+TOKENS = 96
 PROMPT = "Write a long story about a lighthouse keeper and the sea."
 
 
