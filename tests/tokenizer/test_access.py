@@ -10,8 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.tokenizer.access import Access
+from services.tokenizer.errors import ApiError
 from services.tokenizer.service import TokenizerService
 from shared.messages.request import RequestRejected
 from shared.tenants import Tenant, TenantsError
@@ -235,3 +238,41 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
         access._holder(key.encode())
         counts.append(next(compared) - start)
     assert len(set(counts)) == 1
+
+
+GUARDED = Access([Tenant("a", ("key-of-a",)), Tenant("b", ("key-of-b",))], ["key-of-operator"], root_path="/llm")
+HEADERS = st.lists(
+    st.tuples(
+        st.sampled_from([b"authorization", b"x-api-key", b"host", b"cookie", b"x-forwarded-for", b"x-original-url"]),
+        st.binary(max_size=30)
+        | st.sampled_from([b"Bearer ", b"Bearer key-of-", b"Bearer *", b"/health", b"key-of-a "]),
+    ),
+    max_size=4,
+)
+PATHS = st.text(max_size=30) | st.builds(
+    "".join,
+    st.lists(
+        st.sampled_from(["/", "//", "llm", "health", "ready", "generate", "v1", "..", "%2e", "\x00", ";"]), max_size=6
+    ),
+)
+
+
+def outcome(path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, str]:
+    """Status of a refusal and nothing, or 0 and the tenant."""
+    try:
+        call = GUARDED.admit({"path": path, "headers": headers, "method": "POST"})
+    except ApiError as error:
+        return error.status, ""
+    assert not call.is_operator
+    assert not call.tenant or call.namespace(b"x") not in (b"x", call.namespace(b""))
+    return 0, call.tenant
+
+
+@given(path=PATHS, headers=HEADERS)
+def test_nothing_but_a_key_opens_a_path(path: str, headers: list[tuple[bytes, bytes]]) -> None:
+    path = "/" + path
+    is_open = path.removeprefix("/llm") in ("/health", "/ready", "/ping")
+    assert outcome(path, headers) == ((0, "") if is_open else (401, ""))
+    for key, tenant in ((b"key-of-a", "a"), (b"key-of-b", "b")):
+        found = outcome(path, [(b"authorization", b"Bearer " + key), *headers])
+        assert found in ([(0, "")] if is_open else [(0, tenant), (403, "")])
