@@ -34,7 +34,7 @@ from benchmarks.peer_servers import CACHE, NAME, PEERS, Models, Peer, installed,
 from radixfleet.local_server import free_port
 from radixfleet.models import resolve, small_model
 
-START_S = 600
+START_S = 1200  # vLLM compiles at its first start
 PROMPTS = ("The capital of France is", "Water boils at", "1, 2, 3, 4,", "Once upon a time there was")
 AGREED_CHARS = 12  # of a greedy answer; 16-bit sums in another order may part ways later
 AGREED_PROMPTS = 3
