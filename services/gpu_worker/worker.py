@@ -121,6 +121,7 @@ class Worker:
         gauges = {**self._gauges, **activity.gauges()}
         gauges["memory_bytes"] = float(resident_bytes())
         gauges["draining"] = float(self._draining)
+        gauges["malformed_total"] = float(self._client.malformed)
         if self._pages is not None:
             gauges.update(self._pages.gauges())
         self._client.try_send(

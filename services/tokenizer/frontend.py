@@ -173,6 +173,7 @@ class Frontend:
 
     def _beat(self) -> Heartbeat:
         gauges = {**self.measurements.gauges(), "streams": float(len(self.streams))}
+        gauges["malformed_total"] = float(self._scheduler.malformed)
         return Heartbeat(self.service_id, self.incarnation, gauges=gauges, histograms=self.measurements.snapshots())
 
     def fail_all(self, error: ApiError) -> None:

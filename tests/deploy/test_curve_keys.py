@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 from radixfleet.cli import main
 from radixfleet.keygen import KINDS, make_keys
+from radixfleet.run_folder import run_folder
 from shared import curve
 from shared.messages.control import Ping, Pong
 from shared.messages.edges import FromWorker, ToWorker
@@ -172,6 +173,15 @@ def test_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:
     assert {name: (folder / name).read_bytes() for name in secrets} == secrets
     assert (folder / "worker-2.key_secret").is_file()
     assert main(["keygen", "--dir", str(folder), "../x"]) == 1
+
+
+def test_the_folder_of_the_sockets_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    umask = os.umask(0)
+    try:
+        with run_folder(str(tmp_path)) as folder:
+            assert folder.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(umask)
 
 
 def test_a_secret_others_can_read_is_refused(keys: Path) -> None:
