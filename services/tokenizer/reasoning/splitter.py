@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from services.tokenizer.reasoning.styles import Style
-from services.tokenizer.tools.marks import BLANKS, TextBefore
+from services.tokenizer.tools.marks import BLANKS, Pending, TextBefore
 
 Say = Callable[[str], None]
 
@@ -29,7 +29,7 @@ class Splitter:
         self._speak = speak
         self._thoughts = TextBefore(style.end, self._begin_thought)
         self._thought = False  # something was thought aloud
-        self._held = ""
+        self._pending = Pending()
         self._state: Literal["begin", "thinking", "ended", "speaking"] = "begin"
         self._counting = True
         self._entered = False
@@ -49,13 +49,14 @@ class Splitter:
 
     def finish(self) -> None:
         if self._state == "begin":
-            (self._think if self._opened and self._held.strip(BLANKS) else self._speak)(self._held)
+            held = self._pending.text
+            (self._think if self._opened and held.strip(BLANKS) else self._speak)(held)
         elif self._state == "thinking":
             self._thoughts.finish()
 
     def _text(self, text: str) -> None:
         if self._state == "begin":
-            text = self._begin(self._held + text)
+            text = self._begin(self._pending.with_more(text))
         self._entered = self._entered or self._state == "thinking"
         if self._state == "thinking" and text:
             rest = self._thoughts.feed(text)
@@ -71,13 +72,14 @@ class Splitter:
 
     def _begin(self, text: str) -> str:
         """Is there a begin mark? What follows it, or what is no mark."""
-        mark, self._held = self._style.begin, ""
+        mark = self._style.begin
         rest = text.lstrip(BLANKS)
         if rest.startswith(mark):
             self._state = "thinking"
             return rest[len(mark) :]
         if mark.startswith(rest):
-            self._held = text
+            if text:
+                self._pending.hold(text)
             return ""
         self._state = "thinking" if self._opened else "speaking"
         return text

@@ -15,6 +15,32 @@ def overlap(text: str, mark: str) -> int:
     return 0
 
 
+class Pending:
+    """Text that cannot be judged yet. Blanks wait for what follows them, at no cost however many they are."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+    def with_more(self, text: str) -> str:
+        """All of it and `text`, to be judged now; empty where `text` is blank and waits, too."""
+        self._parts.append(text)
+        if not text.strip(BLANKS):
+            return ""
+        whole = self.text
+        self._parts = []
+        return whole
+
+    def hold(self, text: str) -> None:
+        self._parts = [text]
+
+    def clear(self) -> None:
+        self._parts = []
+
+
 class TextBefore:
     """Text up to a mark. Blanks around marks are nobody's text: one line break stands for them
     between two texts. Blanks elsewhere are kept.
@@ -25,40 +51,45 @@ class TextBefore:
     def __init__(self, mark: str, say: Callable[[str], None]) -> None:
         self._mark = mark
         self._say = say
-        self._held = ""
-        self._blanks = ""  # before the mark
+        self._tail = ""  # perhaps the beginning of the mark
+        self._blanks: list[str] = []  # between what was said and the tail or the mark
         self._after_mark = False  # a mark came before: blanks here belong to it
         self._spoken = False  # since the last mark
         self._ever_spoken = False
 
     def feed(self, text: str) -> str | None:
         """Says what is certainly text. What follows the mark, or None where there is none yet."""
-        text = self._held + text
-        self._held = ""
+        text = self._tail + text
         at = text.find(self._mark)
-        if at >= 0:
-            before = text[:at].rstrip(BLANKS)
-            self._blanks = text[len(before) : at]
-            self._speak(before)
-            self._after_mark, self._spoken = True, False
-            return text[at + len(self._mark) :]
-        sure = len(text) - overlap(text, self._mark)
-        sure = len(text[:sure].rstrip(BLANKS))
-        self._speak(text[:sure])
-        self._held = text[sure:]
-        return None
+        sure = at if at >= 0 else len(text) - overlap(text, self._mark)
+        self._say_up_to_blanks(text[:sure])
+        if at < 0:
+            self._tail = text[sure:]
+            return None
+        self._tail = ""
+        self._after_mark, self._spoken = True, False
+        return text[at + len(self._mark) :]
 
     def literal(self, text: str) -> None:
         """The mark and what followed looked like a call and is none: `text` begins with the mark."""
         self._after_mark = False
-        self._speak(self._blanks + text)
+        self._speak("".join(self._blanks) + text)
+        self._blanks = []
 
     def finish(self) -> None:
         """The answer has ended: what was held back is text after all."""
-        held, self._held = self._held, ""
+        held = "".join(self._blanks) + self._tail
+        self._blanks, self._tail = [], ""
         if self._after_mark and not self._spoken:
             held = held.strip(BLANKS)
         self._speak(held)
+
+    def _say_up_to_blanks(self, text: str) -> None:
+        words = text.rstrip(BLANKS)
+        if words:
+            self._speak("".join(self._blanks) + words)
+            self._blanks = []
+        self._blanks.append(text[len(words) :])
 
     def _speak(self, text: str) -> None:
         if self._after_mark and not self._spoken:

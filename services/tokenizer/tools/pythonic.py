@@ -13,7 +13,7 @@ from collections.abc import Collection
 import msgspec
 
 from services.tokenizer.tools.emitter import Emitter
-from services.tokenizer.tools.marks import BLANKS
+from services.tokenizer.tools.marks import BLANKS, Pending
 from services.tokenizer.tools.python_literal import NotLiteral, arguments
 
 _START = "<|python_start|>"
@@ -30,9 +30,11 @@ class PythonicParser:
     def __init__(self, names: Collection[str], out: Emitter) -> None:
         self._names = names
         self._out = out
-        self._held = ""  # not yet known to be a call
+        self._pending = Pending()  # not yet known to be a call
+        self._head = ""  # of the call at hand: its name, and what stands before it
         self._body: _Body | None = None
-        self._state = "begin"  # begin, item, after, text
+        self._state = "begin"  # or item, after, text
+        self._states = {"begin": self._begin, "item": self._item, "after": self._after}
 
     def feed(self, text: str) -> None:
         while text:
@@ -41,29 +43,26 @@ class PythonicParser:
                 return
             if self._body is not None:
                 text = self._in_body(self._body, text)
-            elif self._state == "begin":
-                text = self._begin(self._held + text)
-            elif self._state == "item":
-                text = self._item(self._held + text)
-            else:
-                text = self._after(self._held + text)
+            elif text := self._pending.with_more(text):
+                text = self._states[self._state](text)
 
     def finish(self) -> None:
+        held = self._pending.text
         if self._body is not None:
-            self._out.text(self._held + self._body.text)
+            self._out.text(self._head + self._body.text)
         elif self._state != "text":
-            self._out.text(self._held if not self._out.calls else self._held.strip(BLANKS + "],"))
+            self._out.text(held.strip(BLANKS + "],") if self._out.calls else held)
 
     def _begin(self, text: str) -> str:
         rest = text.lstrip(BLANKS)
         if rest.startswith(_START):
             rest = rest[len(_START) :].lstrip(BLANKS)
         if not rest or _START.startswith(rest):
-            self._held = text
+            self._pending.hold(text)
             return ""
         if rest[0] != "[":
             return self._speak(text)
-        self._state, self._held = "item", ""
+        self._state = "item"
         return text
 
     def _item(self, text: str) -> str:
@@ -71,15 +70,15 @@ class PythonicParser:
         begin = text.find("[") + 1 if not self._out.calls else 0
         begin = len(text) - len(text[begin:].lstrip(BLANKS))
         if self._out.calls and text[begin : begin + 1] == "]":
-            self._state, self._held = "after", ""
+            self._state = "after"
             return text[begin:]
         match = _NAME.match(text, begin)
         end = match.end() if match is not None else begin
         if end == len(text) and end - begin <= _MOST_OF_A_NAME:
-            self._held = text
+            self._pending.hold(text)
             return ""
         if text[begin:end] in self._names and text[end] == "(":
-            self._held, self._body = text[:end], _Body(text[begin:end])
+            self._head, self._body = text[:end], _Body(text[begin:end])
             return text[end:]
         return self._speak(text)
 
@@ -88,8 +87,8 @@ class PythonicParser:
         if body.done:
             self._body = None
             if not self._pass(body):
-                return self._speak(self._held + body.text + text[end:])
-            self._held, self._state = "", "after"
+                return self._speak(self._head + body.text + text[end:])
+            self._state = "after"
         return text[end:]
 
     def _pass(self, body: _Body) -> bool:
@@ -105,23 +104,19 @@ class PythonicParser:
     def _after(self, text: str) -> str:
         """Behind a call: the next one, the end of the list, or text."""
         rest = text.lstrip(BLANKS)
-        self._held = ""
         if rest.startswith(","):
             self._state = "item"
             return rest[1:]
         if rest.startswith("]"):
             rest = rest[1:].lstrip(BLANKS)
             if len(rest) < len(_END) and _END.startswith(rest):
-                self._held = text
+                self._pending.hold(text)
                 return ""
             return self._speak(rest.removeprefix(_END))
-        if not rest:
-            self._held = text
-            return ""
         return self._speak(rest)
 
     def _speak(self, text: str) -> str:
-        self._state, self._held = "text", ""
+        self._state = "text"
         return text
 
 
