@@ -13,7 +13,7 @@ from services.scheduler.kv_events import KvEvents
 from services.scheduler.lifecycle import Lifecycle, abort, error
 from services.scheduler.masking import Masking, Post
 from services.scheduler.metrics import Metrics
-from services.scheduler.migration import Migration
+from services.scheduler.migration import MIN_DEADLINE_S, Migration
 from services.scheduler.names import Names
 from services.scheduler.operations import Operations
 from services.scheduler.outbox import Detokenizer, Outbox
@@ -88,6 +88,7 @@ class Core:
             timeout,
             give_up=self._moved_in_vain,
             spoilt=self.tiers.empty,
+            shortest=MIN_DEADLINE_S if self.config.recompute else timeout,
         )
         self.tiers.emptied = self.migration.cancel_all
         self.placement = Placement(

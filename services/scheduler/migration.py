@@ -82,6 +82,7 @@ class Migration:
         timeout: float,
         give_up: Callable[[Request], None],
         spoilt: Callable[[Worker, str, str], None],
+        shortest: float = MIN_DEADLINE_S,
     ) -> None:
         self.transfers: dict[int, Transfer] = {}
         self.rates = Rates()
@@ -93,6 +94,7 @@ class Migration:
         self._timeout = timeout
         self._give_up = give_up
         self._spoilt = spoilt
+        self._shortest = shortest
 
     @property
     def workers(self) -> Iterable[Worker]:
@@ -181,7 +183,7 @@ class Migration:
             return None
         now = self._clock.now()
         expected = self.seconds(source.worker, target, missing, source.tier)
-        deadline = now + min(self._timeout, max(MIN_DEADLINE_S, PATIENCE * expected))
+        deadline = now + min(self._timeout, max(self._shortest, PATIENCE * expected))
         number = secrets.randbits(62)  # not to be guessed by whoever can reach a worker's socket
         return Transfer(
             number, source.worker, target, request.namespace, prefix, there, here, pages, now, deadline, source.tier

@@ -29,7 +29,7 @@ def model(folder: Path) -> Any:
 
 @pytest.fixture
 async def workers(house: House, folder: Path, model: Any) -> AsyncIterator[list[RealWorker]]:
-    await house.scheduler(recompute=False, page_size=4, heartbeat_timeout=10.0)
+    await house.scheduler(recompute=False, transfer_timeout=60.0, page_size=4, heartbeat_timeout=20.0)
     found = [real_worker(house, f"w{n}", folder) for n in range(2)]
     for worker in found:
         await worker.start()
@@ -69,7 +69,9 @@ async def test_a_drained_request_goes_on_with_its_pages(
 async def test_another_request_uses_the_pages_of_a_worker_without_a_seat(
     house: House, folder: Path, model: Any
 ) -> None:
-    await house.scheduler(recompute=False, page_size=4, heartbeat_timeout=10.0, max_running_requests=1)
+    await house.scheduler(
+        recompute=False, transfer_timeout=60.0, page_size=4, heartbeat_timeout=20.0, max_running_requests=1
+    )
     found = [real_worker(house, f"w{n}", folder) for n in range(2)]
     try:
         for worker in found:

@@ -30,7 +30,7 @@ async def test_evicted_pages_come_back_and_survive_a_restart(
     house: House, folder: Path, model: Any, tmp_path: Path, host_gb: float
 ) -> None:
     """Device 40 pages; host none, 12 or more than enough pages; disk more than enough."""
-    await house.scheduler(recompute=False, page_size=4, heartbeat_timeout=10.0)
+    await house.scheduler(recompute=False, transfer_timeout=60.0, page_size=4, heartbeat_timeout=20.0)
     config = {
         "max_total_tokens": 160,
         "host_cache_gb": host_gb,

@@ -113,9 +113,6 @@ def test_a_request_goes_on_where_another_worker_is(
     fields = workers(server)[name]
     assert fields["pages_free"] + fields["pages_held"] + fields["pages_cached"] == fields["num_pages"]
     assert {"device", "max_slots", "running", "queue", "inflight_steps", "heartbeat_age_s"} <= fields.keys()
-    if what in ("drain", "SIGTERM"):
-        [other] = [worker for worker in workers(server).values() if worker["worker_id"] != name]
-        assert other["kv_pages_in"] > 0, "its pages went with it"
     assert httpx.post(f"{server.url}/flush_cache", timeout=20).status_code == 200
 
 
