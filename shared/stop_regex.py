@@ -10,15 +10,16 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 MAX_CHARS = 1024
 MAX_PATTERNS = 16
-MAX_POSITIONS = 1024
-MAX_EDGES = 4096  # of one pattern: the most moves that one character can cost
+MAX_POSITIONS = 128  # of all patterns of a request together: the most that one character has to be compared with
+MAX_EDGES = 512  # likewise: the most moves that one character can cost
+KNOWN_CHARS = 512  # whose answers a class of characters remembers
 ACCEPT = -1
 
 Test = Callable[[str], bool]
@@ -36,6 +37,20 @@ class Program:
     tests: tuple[Test, ...]
     follow: tuple[tuple[int, ...], ...]
     first: tuple[int, ...]
+
+
+def check_patterns(patterns: Sequence[str]) -> None:
+    """Raises BadPattern, whose text begins with the pattern at fault."""
+    positions = edges = 0
+    for pattern in patterns:
+        try:
+            program = compile_pattern(pattern)
+            positions += len(program.tests)
+            edges += sum(map(len, program.follow))
+            if positions > MAX_POSITIONS or edges > MAX_EDGES:
+                raise BadPattern(f"is too large together with those before it: more than {MAX_POSITIONS} positions")
+        except BadPattern as error:
+            raise BadPattern(f"{pattern[:64]!r} {error}") from None
 
 
 @lru_cache(maxsize=256)
@@ -156,13 +171,13 @@ def _either(parts: Iterable[_Part]) -> _Part:
 def _test(kind: str, value: Any, flags: int) -> Test:
     """Whether one character is what this item of the pattern means."""
     if kind == "ANY":
-        return (lambda char: True) if flags & re.DOTALL else (lambda char: char != "\n")
+        return (lambda char: True) if flags & re.DOTALL else "\n".__ne__
     plain = _plain_test(kind, value, bool(flags & re.ASCII))
     if not flags & re.IGNORECASE:
-        return plain
-    if kind == "NOT_LITERAL" or (kind == "IN" and str(value[0][0]) == "NEGATE"):
-        return lambda char: plain(char) and plain(char.lower()) and plain(char.upper())
-    return lambda char: plain(char) or plain(char.lower()) or plain(char.upper())
+        return plain if kind == "LITERAL" else lru_cache(maxsize=KNOWN_CHARS)(plain)
+    is_negated = kind == "NOT_LITERAL" or (kind == "IN" and str(value[0][0]) == "NEGATE")
+    choose = all if is_negated else any
+    return lru_cache(maxsize=KNOWN_CHARS)(lambda char: choose(map(plain, (char, char.lower(), char.upper()))))
 
 
 def _plain_test(kind: str, value: Any, ascii_only: bool) -> Test:

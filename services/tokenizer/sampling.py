@@ -18,7 +18,7 @@ from services.tokenizer.model_folder import ModelFolder
 from services.tokenizer.schema import SamplingFields
 from shared import ints
 from shared.messages.request import SamplingParams
-from shared.stop_regex import MAX_CHARS, MAX_PATTERNS, BadPattern, compile_pattern
+from shared.stop_regex import MAX_CHARS, MAX_PATTERNS, BadPattern, check_patterns
 
 SEED_MASK = (1 << 63) - 1
 GREEDY_BELOW = 1e-6
@@ -120,11 +120,10 @@ def stop_strings(fields: SamplingFields, names: Names) -> tuple[str, ...]:
 def stop_patterns(fields: SamplingFields, names: Names) -> tuple[str, ...]:
     """Raises ApiError where a pattern is not valid or could not be searched for in bounded time."""
     patterns = validation.strings(names("stop_regex"), fields.stop_regex, MAX_PATTERNS, MAX_CHARS)
-    for pattern in patterns:
-        try:
-            compile_pattern(pattern)
-        except BadPattern as error:
-            raise invalid(f"{names('stop_regex')} {pattern!r} {error}.", names("stop_regex"), "invalid_value") from None
+    try:
+        check_patterns(patterns)
+    except BadPattern as error:
+        raise invalid(f"{names('stop_regex')} {error}.", names("stop_regex"), "invalid_value") from None
     return patterns
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.detokenizer.regex_stops import MAX_HELD, MixedMatcher
 from services.detokenizer.stops import StopMatcher
-from shared.stop_regex import BadPattern, compile_pattern
+from shared.stop_regex import BadPattern, check_patterns, compile_pattern
 
 letters = st.text(alphabet="ab1 你", max_size=20)
 atoms = st.sampled_from(
@@ -117,6 +117,15 @@ def test_what_is_held_back_is_bounded_and_the_stop_still_works() -> None:
 def test_what_is_refused(pattern: str, reason: str) -> None:
     with pytest.raises(BadPattern, match=reason):
         compile_pattern(pattern)
+
+
+def test_all_patterns_of_a_request_are_bounded_together() -> None:
+    pattern = "|".join(f"{number}word" for number in range(8))
+    check_patterns([pattern] * 3)
+    with pytest.raises(BadPattern, match=r"^'0word.*together with those before it"):
+        check_patterns([pattern] * 4)
+    with pytest.raises(BadPattern, match=r"^'\('"):
+        check_patterns(["fine", "("])
 
 
 def test_patterns_that_kill_backtrackers_cost_a_bounded_number_of_moves() -> None:
