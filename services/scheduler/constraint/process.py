@@ -1,4 +1,4 @@
-"""One compiling process as the scheduler sees it: asked over a pipe, killed when it takes too long.
+"""One compiling process as the scheduler sees it: asked over a socket pair, killed when it takes too long.
 
 Leaves sharing several of them to `pool`.
 """
@@ -6,8 +6,9 @@ Leaves sharing several of them to `pool`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,24 +42,28 @@ class TookTooLong(ProcessGone):
 class CompileProcess:
     """Made by `start`. After any ProcessGone it is dead; asking for two things at once is the caller's mistake."""
 
-    def __init__(self, inner: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, inner: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._inner = inner
+        self._reader = reader
+        self._writer = writer
         self.jobs = 0
 
     @classmethod
     async def start(cls, model_path: str, limits: Limits) -> CompileProcess:
         """A process that has loaded the vocabulary. Raises ProcessGone."""
-        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", ""))))
-        inner = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "services.scheduler.constraint.compile_worker",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # a terminal's Ctrl-C is the scheduler's to handle
-        )
-        process = cls(inner)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # In a thread: to start a process takes milliseconds, which running streams would feel.
+            starting = asyncio.create_task(asyncio.to_thread(_spawn, theirs))
+            try:
+                inner = await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                ours.close()
+                await _end(await starting)
+                raise
+        process = cls(inner, *await asyncio.open_connection(sock=ours))
         try:
             answer = await process._exchange(Setup(model_path, limits), _START_SECONDS)
         except BaseException:
@@ -73,7 +78,7 @@ class CompileProcess:
 
     @property
     def alive(self) -> bool:
-        return self._inner.returncode is None
+        return self._inner.poll() is None
 
     async def ask(self, job: Job, seconds: float) -> FromProcess:
         """Its answer. Raises TookTooLong or ProcessGone; both times, and when cancelled, the process is killed."""
@@ -86,12 +91,8 @@ class CompileProcess:
 
     async def kill(self) -> None:
         """End it at once and wait until it has ended."""
-        if self.alive:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself a moment ago
-                self._inner.kill()
-        await self._inner.wait()
-        if self._inner.stdin is not None:
-            self._inner.stdin.close()
+        self._writer.close()
+        await _end(self._inner)
 
     async def _exchange(self, message: ToProcess, seconds: float) -> FromProcess:
         try:
@@ -103,11 +104,25 @@ class CompileProcess:
             raise ProcessGone(f"the compiling process ended: {error}") from None
 
     async def _round_trip(self, message: ToProcess) -> FromProcess:
-        assert self._inner.stdin is not None
-        assert self._inner.stdout is not None
-        self._inner.stdin.write(frame(message))
-        await self._inner.stdin.drain()
-        size = int.from_bytes(await self._inner.stdout.readexactly(LENGTH_BYTES), "little")
+        self._writer.write(frame(message))
+        await self._writer.drain()
+        size = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
         if size > MAX_FRAME:
             raise ProcessGone("the compiling process wrote nonsense")
-        return from_process.decode(await self._inner.stdout.readexactly(size))
+        return from_process.decode(await self._reader.readexactly(size))
+
+
+async def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()  # does nothing to one that has ended
+    await asyncio.to_thread(process.wait)
+
+
+def _spawn(theirs: socket.socket) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", ""))))
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.scheduler.constraint.compile_worker"],
+        stdin=theirs.fileno(),
+        stdout=theirs.fileno(),
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,  # a terminal's Ctrl-C is the scheduler's to handle
+    )

@@ -199,8 +199,7 @@ async def test_a_process_ends_with_its_parent_even_in_the_middle_of_a_job() -> N
     job = asyncio.create_task(process.ask(CompileJob("lark", SLOW, False, False), 60.0))
     while not process.jobs:
         await asyncio.sleep(0)
-    assert process._inner.stdin is not None
-    process._inner.stdin.close()
+    process._writer.write_eof()
     with pytest.raises(ProcessGone):
         await job
     assert process._inner.returncode == 0
