@@ -37,6 +37,7 @@ class Program:
     tests: tuple[Test, ...]
     follow: tuple[tuple[int, ...], ...]
     first: tuple[int, ...]
+    at_end: bool = False  # it ended in `$`: a match counts only where a token ends
 
 
 def check_patterns(patterns: Sequence[str]) -> None:
@@ -63,7 +64,9 @@ def compile_pattern(pattern: str) -> Program:
             warnings.simplefilter("ignore")
             tree = _parser.parse(pattern)
         builder = _Builder()
-        whole = builder.sequence(tree, tree.state.flags)
+        items, flags = list(tree), tree.state.flags
+        at_end = bool(items) and (str(items[-1][0]), str(items[-1][1])) in _ENDS and not flags & re.MULTILINE
+        whole = builder.sequence(items[:-1] if at_end else items, flags)
     except (re.error, OverflowError) as error:
         raise BadPattern(f"is not a valid regular expression: {error}") from None
     except RecursionError:
@@ -73,9 +76,10 @@ def compile_pattern(pattern: str) -> Program:
     follow = [tuple(after) for after in builder.follow]
     for position in whole.last:
         follow[position] = (*follow[position], ACCEPT)
-    return Program(pattern, tuple(builder.tests), tuple(follow), whole.first)
+    return Program(pattern, tuple(builder.tests), tuple(follow), whole.first, at_end)
 
 
+_ENDS = frozenset((("AT", "AT_END"), ("AT", "AT_END_STRING")))
 _parser: Any = importlib.import_module("re._parser")  # no public name since Python 3.11
 
 

@@ -5,6 +5,8 @@ kept, so a character costs a bounded number of moves however long the text is. W
 back, from the earliest start on, but never more than MAX_HELD characters: of a longer match the beginning has been
 shown already, and the match still ends the text.
 
+A pattern that ends in `$` matches where the text so far ends: at the end of what one `push` brings, a token.
+
     pattern  [0-9]+ EUR      text  "pay 12 E"      shown "pay "      held "12 E"
 
 A search library was no choice: those in linear time answer for a whole text, not for one that grows, and those that
@@ -31,6 +33,10 @@ class PatternRun:
     @property
     def pattern(self) -> str:
         return self._program.pattern
+
+    @property
+    def at_end(self) -> bool:
+        return self._program.at_end
 
     def step(self, char: str, place: int) -> int | None:
         """Take the character at `place`; the place where the match that it completes began, or None."""
@@ -67,7 +73,7 @@ class MixedMatcher:
     def push(self, text: str) -> tuple[str, StopMatch | None]:
         """(text that may be shown, what ended it). Of stops that one character completes the longest counts."""
         for index, char in enumerate(text):
-            found = self._step(char)
+            found = self._step(char, index + 1 == len(text))
             self._place += 1
             if found is not None:
                 whole = self._held + text[: index + 1]
@@ -86,13 +92,15 @@ class MixedMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _step(self, char: str) -> tuple[int, str] | None:
+    def _step(self, char: str, is_last: bool) -> tuple[int, str] | None:
         """(length, name) of the longest stop that `char` completes."""
         self._state = self._automaton.step(self._state, char)
         stop = self._automaton.matched[self._state]
         found = (len(stop), stop) if stop else None
         for run in self._runs:
             began = run.step(char, self._place)
+            if run.at_end and not is_last:
+                continue
             if began is not None and (found is None or self._place + 1 - began > found[0]):
                 found = (self._place + 1 - began, run.pattern)
         return found

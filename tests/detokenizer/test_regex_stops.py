@@ -71,6 +71,23 @@ def test_exactly_what_may_still_match_is_held_back(text: str, stop: str) -> None
             return
 
 
+@given(letters, patterns, cuttings)
+def test_the_end_of_the_text_so_far_is_where_a_token_ends(text: str, pattern: str, cuts: list[int]) -> None:
+    if re.fullmatch(pattern, ""):
+        return
+    pattern = f"(?:{pattern})$"
+    whole = re.compile(pattern[:-1])
+    borders = sorted({0, len(text), *(n % (len(text) + 1) for n in cuts)})
+    matches = ((start, end) for end in borders[1:] for start in range(end) if whole.fullmatch(text, start, end))
+    expected = next(matches, None)
+    shown, name, matched = run(text, MixedMatcher((), (pattern,)), cuts)
+    if expected is None:
+        assert (shown, name) == (text, "")
+    else:
+        start, end = expected
+        assert (shown, name, matched) == (text[:start], pattern, text[start:end])
+
+
 def test_strings_and_patterns_together() -> None:
     assert run("pay 12 EUR now", MixedMatcher(("now",), (r"\d+ EUR", "never")), [5, 8]) == (
         "pay ",
@@ -100,7 +117,9 @@ def test_what_is_held_back_is_bounded_and_the_stop_still_works() -> None:
         ("[a", "not a valid regular expression"),
         ("a{9,2}", "not a valid regular expression"),
         ("^a", "anchors"),
-        ("a$", "anchors"),
+        ("a$b", "anchors"),
+        ("(?m)a$", "anchors"),
+        ("a*$", "empty text"),
         (r"\bword\b", "word boundaries"),
         (r"(a)\1", "back-references"),
         ("(?=x)y", "look-around"),
