@@ -1,8 +1,10 @@
 """Runs the kernel tests over kernels built with the address and undefined-behaviour sanitizers.
 
-    python scripts/sanitize_kernels.py [pytest arguments]
+    python scripts/sanitize_kernels.py [--all | pytest arguments]
 
-The sanitizer's runtime is preloaded into Python, so that every tensor the tests make has guarded borders.
+Of every test one case per instruction set and dtype, which takes less than a minute once the kernels are built (as
+long again the first time); with --all every case. The sanitizer's runtime is preloaded into Python, so that every
+tensor the tests make has guarded borders.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ sys.path.insert(0, str(ROOT))
 from services.gpu_worker.kernels.build import find_compiler  # noqa: E402
 from services.gpu_worker.kernels.library import FLAGS_VARIABLE  # noqa: E402
 
-FLAGS = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
+FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 TESTS = [f"tests/gpu_worker/{name}.py" for name in ("test_native_attention", "test_native_groups")]
-TESTS += [
-    f"tests/gpu_worker/{name}.py" for name in ("test_kernels_linear", "test_kernels_rows", "test_kernels_decoder")
-]
-# Some tests of every kernel on every path; the whole suites take minutes under the sanitizers.
+TESTS += [f"tests/gpu_worker/test_kernels_{name}.py" for name in ("linear", "int8", "rows", "decoder")]
+# Tests of every kernel on every path.
 CHOICE = "random_batches or odd_shapes or several_blocks or straddle or sliding_window or page_sizes-fp32 or two_groups"
+CHOICE += " or int8_odd or int8_row_counts or int8_with_norm"
 CHOICE += " or gate or of_a_sum or rotate or only_wanted or chunks_rows_or_threads"
+KINDS = {"portable", "avx2", "avx512", "amx", "fp32", "bf16"}
 
 
 def main() -> int:
@@ -39,9 +41,25 @@ def main() -> int:
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "OMP_NUM_THREADS": "2",
     }
-    chosen = sys.argv[1:] or ["-k", CHOICE, *TESTS]
+    words = sys.argv[1:]
+    chosen = ["-k", CHOICE, *TESTS] if words == ["--all"] else words or one_case_each()
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--capture=sys", "-p", "no:cacheprovider", *chosen]
     return subprocess.run(command, env=environ, cwd=ROOT, check=False).returncode
+
+
+def one_case_each() -> list[str]:
+    """Ids of the chosen tests, the first case of each function, instruction set and dtype."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-k", CHOICE, *TESTS]
+    listed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout
+    first: dict[tuple[str, ...], str] = {}
+    for line in listed.splitlines():
+        function, _, case = line.partition("[")
+        if "::" in function:
+            kinds = [word for word in case.rstrip("]").split("-") if word in KINDS]
+            first.setdefault((function, *kinds), line)
+    if not first:
+        raise SystemExit(f"no kernel tests were found:\n{listed}")
+    return list(first.values())
 
 
 def _runtime(compiler: list[str], name: str) -> str:
