@@ -39,12 +39,13 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/sanitize_kernels.py
 
 # Long trials; run before a release, their last result is committed.
 soak: install
 	$(BIN)/python scripts/soak.py --minutes 5 --write docs/soak.md
 	$(BIN)/python scripts/chaos.py --minutes 5 --write docs/chaos.md
-	$(BIN)/python scripts/sanitize_kernels.py
+	$(BIN)/python scripts/sanitize_kernels.py --all
 	$(BIN)/python scripts/fuzz_door.py
 
 # Builds the images and tries docker-compose.yml with a real engine; starts one of its own where none runs (root).
