@@ -77,7 +77,7 @@ class Core:
     def _compose_deciders(self) -> None:
         split = self.config.chunked_prefill_size >= 0
         timeout = self.config.transfer_timeout
-        self.tiers = Tiers(self.tree, self.fleet, self.metrics)
+        self.tiers = Tiers(self.tree, self.metrics)
         self.seats.keep = self.tiers.keep
         self.migration = Migration(
             self.tree,

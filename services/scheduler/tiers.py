@@ -14,7 +14,6 @@ from typing import Literal
 import msgspec
 import structlog
 
-from services.scheduler.fleet import Fleet
 from services.scheduler.metrics import Metrics
 from services.scheduler.radix_tree import Evicted, RadixTree
 from services.scheduler.worker import Tier, Worker
@@ -28,9 +27,8 @@ MAX_UNDER_WAY = 256
 
 
 class Tiers:
-    def __init__(self, tree: RadixTree, fleet: Fleet, metrics: Metrics) -> None:
+    def __init__(self, tree: RadixTree, metrics: Metrics) -> None:
         self._tree = tree
-        self._fleet = fleet
         self._metrics = metrics
         self._inventories: dict[str, list[KvEntry]] = {}  # by worker, while they come
         self.emptied: Callable[[str, str], None] = lambda reason, key: None  # nothing may come from there any more
