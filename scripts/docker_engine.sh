@@ -12,9 +12,9 @@ export DOCKER_HOST=unix://$HOME_DIR/docker.sock
 
 answers() { docker version >/dev/null 2>&1; }
 
-await_engine() { # $1: "up" or "down"
+await_engine() {
   for _ in $(seq 120); do
-    if answers; then [ "$1" = up ] && return 0; else [ "$1" = down ] && return 0; fi
+    answers && return 0
     sleep 0.5
   done
   return 1
@@ -33,7 +33,7 @@ start_engine() {
   answers && return
   setsid dockerd --data-root "$HOME_DIR/data" --exec-root "$HOME_DIR/exec" --host "$DOCKER_HOST" \
     --pidfile "$HOME_DIR/pid" >"$HOME_DIR/dockerd.log" 2>&1 &
-  await_engine up || { tail -n 5 "$HOME_DIR/dockerd.log" >&2; exit 1; }
+  await_engine || { tail -n 5 "$HOME_DIR/dockerd.log" >&2; exit 1; }
 }
 
 # Debian 12 has Python 3.11. This machine's certificates, package indexes and wheels go along, so that pip inside a
@@ -59,8 +59,13 @@ make_base_image() {
 
 stop_engine() {
   if [ -f "$HOME_DIR/pid" ]; then
-    kill "$(cat "$HOME_DIR/pid")" 2>/dev/null || true
-    await_engine down || true
+    local pid
+    pid=$(cat "$HOME_DIR/pid")
+    kill "$pid" 2>/dev/null || true
+    for _ in $(seq 120); do # it goes on for a while after it stops to answer
+      kill -0 "$pid" 2>/dev/null || break
+      sleep 0.5
+    done
   fi
   umount "$HOME_DIR"/exec/netns/* 2>/dev/null || true
   rm -rf "$HOME_DIR"
