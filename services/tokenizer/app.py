@@ -11,10 +11,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from services.tokenizer import cors, openapi
 from services.tokenizer.context import Context
+from services.tokenizer.cors import METHODS
 from services.tokenizer.errors import ApiError, ClientGone, invalid
 from services.tokenizer.middleware import Door
 from services.tokenizer.routes import (
@@ -86,7 +88,19 @@ async def _http_error(request: Request, error: Any) -> Response:
         405: f"{request.method} is not allowed for {request.url.path!r}.",
     }
     message = messages.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, message).response(dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        # The framework names only the methods of the first route with this path.
+        headers["Allow"] = ", ".join(_methods_of(request))
+    return ApiError(error.status_code, message).response(headers)
+
+
+def _methods_of(request: Request) -> list[str]:
+    def fits(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [method for method in METHODS if fits(method)]
 
 
 async def _invalid(request: Request, error: Any) -> Response:

@@ -64,6 +64,12 @@ def settle_length(prompt: Prompt, limit: int, strict: bool, prompt_param: str, m
             max_param,
             "context_length_exceeded",
         )
+    if wished is not None and prompt.params.min_new_tokens > wished:
+        raise invalid(
+            f"At least {prompt.params.min_new_tokens} tokens were asked for, but {max_param} = {wished}.",
+            max_param,
+            "invalid_value",
+        )
     max_tokens = left if wished is None else min(wished, left)
     prompt.params = msgspec.structs.replace(
         prompt.params, max_tokens=max_tokens, min_new_tokens=min(prompt.params.min_new_tokens, max_tokens)

@@ -245,6 +245,18 @@ async def test_unknown_routes_and_methods(door: httpx.AsyncClient) -> None:
         assert error["code"] == {404: "not_found", 405: "method_not_allowed"}[status] or error["param"] == "model"
 
 
+async def test_a_wrong_method_is_told_all_right_ones(door: httpx.AsyncClient) -> None:
+    for path, allowed in (
+        ("/generate", "POST, PUT"),
+        ("/flush_cache", "GET, POST"),
+        ("/v1/responses/resp_1", "GET, DELETE"),
+        ("/health", "GET"),
+        (CHAT, "POST"),
+    ):
+        answer = await door.request("PATCH", path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed), path
+
+
 async def test_unknown_fields_are_listed(door: httpx.AsyncClient) -> None:
     body = {**generate()[1], "wibble": 1, "sampling_params": {"wobble": 2, "max_new_tokens": 1}}
     answer = await door.post("/generate", json=body)

@@ -149,6 +149,19 @@ async def test_stream_of_deltas(launch: Launcher, backend: FakeBackend) -> None:
     assert sum(len(chunk["output_ids"]) for chunk in chunks) == 8
 
 
+async def test_a_least_length_beyond_the_most_is_refused(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    for path, body, param in (
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 4, "min_new_tokens": 5}}, "max_new_tokens"),
+        ("/generate", {"text": "a", "sampling_params": {"min_new_tokens": 129}}, "max_new_tokens"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 4, "min_tokens": 5}, "max_tokens"),
+        ("/v1/completions", {"prompt": "a", "min_tokens": 17}, "max_tokens"),
+    ):
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"].endswith(param)
+    assert not backend.requests
+
+
 async def test_lengths_are_clipped(client: httpx.AsyncClient, backend: FakeBackend, launch: Launcher) -> None:
     body = {"input_ids": [5] * 100, "sampling_params": {"max_new_tokens": 10**9, "min_new_tokens": 10**8}}
     assert (await client.post("/generate", json=body)).status_code == 200
