@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from radixfleet.backend.sampling import Sampling, bias_items, schema_text, texts
@@ -17,10 +18,12 @@ from radixfleet.lang.ir import (
     ApiCall,
     Expr,
     Gen,
+    Known,
     Reasoning,
     RoleBegin,
     RoleEnd,
     Select,
+    expressions_in,
     is_spoken,
 )
 from radixfleet.lang.ir import Sequence as ExprSequence
@@ -88,37 +91,36 @@ def gen(
     stops = texts(stop)
     if dtype is not None:
         regex, stops = _typed(dtype, regex, json_schema, ebnf, stops)
-    return Gen(
-        name,
-        Sampling(
-            max_new_tokens=max_tokens,
-            min_new_tokens=min_tokens,
-            n=n,
-            stop=stops,
-            stop_token_ids=None if stop_token_ids is None else tuple(stop_token_ids),
-            stop_regex=texts(stop_regex),
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            frequency_penalty=frequency_penalty,
-            presence_penalty=presence_penalty,
-            repetition_penalty=repetition_penalty,
-            ignore_eos=ignore_eos,
-            sampling_seed=seed,
-            logit_bias=bias_items(logit_bias),
-            regex=regex,
-            json_schema=schema_text(json_schema),
-            ebnf=ebnf,
-            lark=lark,
-            structural_tag=schema_text(structural_tag),
-            xml_schema=schema_text(xml_schema),
-            return_logprob=return_logprob,
-            logprob_start_len=logprob_start_len,
-            top_logprobs_num=top_logprobs_num,
-            return_text_in_logprobs=return_text_in_logprobs,
-        ),
+    sampling = Sampling(
+        max_new_tokens=max_tokens,
+        min_new_tokens=min_tokens,
+        n=n,
+        stop=stops,
+        stop_token_ids=None if stop_token_ids is None else tuple(stop_token_ids),
+        stop_regex=texts(stop_regex),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        repetition_penalty=repetition_penalty,
+        ignore_eos=ignore_eos,
+        sampling_seed=seed,
+        logit_bias=bias_items(logit_bias),
+        regex=regex,
+        json_schema=schema_text(json_schema),
+        ebnf=ebnf,
+        lark=lark,
+        structural_tag=schema_text(structural_tag),
+        xml_schema=schema_text(xml_schema),
+        return_logprob=return_logprob,
+        logprob_start_len=logprob_start_len,
+        top_logprobs_num=top_logprobs_num,
+        return_text_in_logprobs=return_text_in_logprobs,
     )
+    _refuse_values(sampling)
+    return Gen(name, sampling)
 
 
 def gen_int(name: str | None = None, max_tokens: int | None = None, **wishes: Any) -> Expr:
@@ -157,6 +159,14 @@ def _typed(
         raise ValueError(f"unknown dtype {dtype!r}; there are int, float, bool and str")
     pattern, more = _DTYPES[dtype]
     return pattern, (*(stops or ()), *more) or None
+
+
+def _refuse_values(sampling: Sampling) -> None:
+    """A wish is sent as it is, so it cannot mention what is not generated yet. Arguments of a trace may stand in it."""
+    for field in fields(sampling):
+        for value in expressions_in(getattr(sampling, field.name)):
+            if not isinstance(value, Known):
+                raise ValueError(f"{field.name} mentions {value!r}, which has no value yet; use s[{value.name!r}]")
 
 
 def _turn(role: str, expression: Any) -> Expr:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from radixfleet.lang.errors import ApiCallError
-from radixfleet.lang.ir import ApiCall, Expr
+from radixfleet.lang.ir import ApiCall, Expr, expressions_in
 
 DEFAULT_TIMEOUT_S = 10.0
 DEFAULT_MAX_BYTES = 64 * 1024
@@ -84,7 +84,13 @@ def answer_text(value: Any) -> str:
 
 
 def _plain(value: Any, resolve: Callable[[Any], str]) -> Any:
-    return resolve(value) if isinstance(value, str | Expr) else value
+    if isinstance(value, str | Expr):
+        return resolve(value)
+    if next(expressions_in(value), None) is None:
+        return value
+    if isinstance(value, Mapping):
+        return {name: _plain(inner, resolve) for name, inner in value.items()}
+    return [_plain(inner, resolve) for inner in value]
 
 
 def _fetch(call: ApiCall, address: str, params: dict[str, Any], headers: dict[str, str]) -> str:

@@ -23,17 +23,20 @@ if TYPE_CHECKING:
 class CompiledProgram:
     """Runs like the program, with the arguments it was compiled for."""
 
-    def __init__(self, program: Program, graph: Graph, options: Optimizations) -> None:
+    def __init__(self, program: Program, graph: Graph, options: Optimizations, given: Mapping[str, Any]) -> None:
         self._program = program
+        self._given = dict(given)
         self._name = program.function.__name__
         self._options = options
         self.graph = graph
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        return self._program.run(*args, **{"optimize": self._options, **kwargs})
+        taken = self._program.arg_names[: len(args)]
+        given = {name: value for name, value in self._given.items() if name not in taken}
+        return self._program.bind(**given).run(*args, **{"optimize": self._options, **kwargs})
 
     def run_batch(self, batch_kwargs: Any, **kwargs: Any) -> Any:
-        return self._program.run_batch(batch_kwargs, **{"optimize": self._options, **kwargs})
+        return self._program.bind(**self._given).run_batch(batch_kwargs, **{"optimize": self._options, **kwargs})
 
     def text(self) -> str:
         """The graph and what was found in it."""

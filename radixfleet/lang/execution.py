@@ -20,6 +20,7 @@ from radixfleet.lang.optimizations import Optimizations
 from radixfleet.lang.run import Run
 from radixfleet.lang.shared_work import SharedWork
 from radixfleet.lang.state import ProgramState
+from radixfleet.lang.values import filled
 
 if TYPE_CHECKING:
     from radixfleet.lang.program import Program
@@ -109,6 +110,8 @@ class Execution:
             result = _finish(result, self._run)
         self.state.ret_value = result
         self._run.wait()
+        if self._executor.error is None:
+            self.state.ret_value = filled(self._executor, result)
 
     def _end(self, error: BaseException | None) -> BaseException | None:
         """Leave nothing running, and the first error where every read meets it."""

@@ -192,11 +192,19 @@ def names_set_by(expression: Any) -> list[str]:
 
 def values_in(call: ApiCall) -> list[Expr]:
     """Expressions that a call's target, parameters and headers are made from."""
-    found: list[Expr] = []
-    for value in (call.target, *call.params.values(), *call.headers.values()):
-        if isinstance(value, str | Expr):
-            found += [item for item in items_of(value) if isinstance(item, Expr)]
-    return found
+    return list(expressions_in([call.target, *call.params.values(), *call.headers.values()]))
+
+
+def expressions_in(value: Any) -> Iterator[Expr]:
+    """Expressions that a value is or mentions, in lists and mappings too."""
+    if isinstance(value, str | Expr):
+        yield from (item for item in items_of(value) if isinstance(item, Expr))
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from expressions_in(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from expressions_in(inner)
 
 
 def is_spoken(expression: Any) -> bool:
@@ -212,5 +220,7 @@ def _flat(items: list[Any]) -> Iterator[Any]:
             yield item
         elif isinstance(item, list | tuple):
             yield from _flat(list(item))
+        elif callable(item):
+            raise TypeError(f"{item!r} is no text; call it, and append what it gives")
         else:
             yield str(item)

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 _KEY = secrets.token_hex(8)
 _PATTERN = re.compile(f"\ue000{_KEY}:([0-9]+)\ue001")
+_CHANGED = (
+    "a text that mentions a gen() was changed, as by upper() or json.dumps(); its value does not exist yet: "
+    "append the gen() and read it from the state instead"
+)
 _RECENT = 4096  # marks of expressions written inside the f-string itself, which nothing else holds
 
 _known: weakref.WeakValueDictionary[int, Expr] = weakref.WeakValueDictionary()
@@ -34,8 +38,8 @@ def mark(expression: Expr) -> str:
 
 
 def split(text: str) -> list[Any]:
-    """Texts between marks, and the marked expressions."""
-    if _KEY not in text:
+    """Texts between marks, and the marked expressions. Raises ValueError for a mark that was changed."""
+    if _KEY not in text.lower():
         return [text] if text else []
     items: list[Any] = []
     at = 0
@@ -43,6 +47,8 @@ def split(text: str) -> list[Any]:
         items += [text[at : match.start()], _expression(int(match[1]))]
         at = match.end()
     items.append(text[at:])
+    if any(isinstance(item, str) and _KEY in item.lower() for item in items):
+        raise ValueError(_CHANGED)
     return [item for item in items if not isinstance(item, str) or item]
 
 

@@ -139,7 +139,7 @@ class Program:
         options = optimizations(optimize)
         sampling = Sampling(temperature=temperature, sampling_seed=seed)
         graph = compiled.graph_of(self, given, sampling, merge=options.merge)
-        return CompiledProgram(self, graph, options)
+        return CompiledProgram(self, graph, options, given)
 
     def explain(self, **given: Any) -> None:
         """Print the graph and what each optimisation finds in it; the arguments are those of compile()."""

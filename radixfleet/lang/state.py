@@ -78,14 +78,18 @@ class ProgramState:
     def var_scope(self, name: str) -> Iterator[None]:
         """All text appended inside becomes the variable."""
         self._executor.submit(ScopeBegin(name))
-        yield
-        self._executor.submit(ScopeEnd(name))
+        try:
+            yield
+        finally:  # a program that catches what was raised inside goes on outside
+            self._executor.submit(ScopeEnd(name))
 
     @contextmanager
     def _turn(self, role: str) -> Iterator[None]:
         self._executor.submit(RoleBegin(role))
-        yield
-        self._executor.submit(RoleEnd(role))
+        try:
+            yield
+        finally:  # a program that catches what was raised inside goes on outside
+            self._executor.submit(RoleEnd(role))
 
     def system(self) -> Any:
         """`with s.system(): ...`: what is appended inside is the system message."""

@@ -56,6 +56,17 @@ def resolved(state: Executor, value: Any) -> str:
     return "".join(item if isinstance(item, str) else state.values[item.number] for item in items)
 
 
+def filled(state: Executor, value: Any) -> Any:
+    """What a program returned; where it is or mentions expressions that were evaluated, their text stands for them."""
+    if not isinstance(value, str | Expr):
+        return value
+    items = items_of(value)
+    mentioned = [item.number for item in items if isinstance(item, Expr)]
+    if not mentioned or any(number not in state.values for number in mentioned):
+        return value
+    return resolved(state, value)
+
+
 def settle(state: Executor, items: Sequence[Expr]) -> None:
     """Evaluate expressions that are needed before their place in the text: each beside the text, at once."""
     missing = list({item.number: item for item in items if item.number not in state.values}.values())
