@@ -25,6 +25,8 @@ async def read(
     content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
         raise invalid("Unsupported Media Type: Only 'application/json' is allowed.", code="unsupported_media_type")
+    if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+        raise ApiError(415, "The body must not be compressed.", param="content-encoding")
     with Share(context.bodies) as share:
         body = await read_bytes(request, context.config.max_body_bytes, context.config.client_stall_timeout, share)
         if empty and not body:

@@ -15,12 +15,14 @@ from shared.messages.request import RejectCode, RequestRejected
 from shared.messages.stream import Finish, FinishReason
 
 CODES = {
+    400: "invalid_value",
     401: "invalid_api_key",
     403: "permission_denied",
     404: "not_found",
     405: "method_not_allowed",
     408: "request_timeout",
     413: "request_too_large",
+    415: "unsupported_content_encoding",
     429: "queue_full",
     431: "request_head_too_large",
     499: "client_closed_request",

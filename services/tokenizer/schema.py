@@ -226,6 +226,7 @@ REFUSED_OPENAI = {
     "documents": "documents are not supported",
     "input_ids": "use /generate for token ids",
 }
+REFUSED_CHAT = {**REFUSED_OPENAI, "session_params": _SESSION}
 REFUSED_GENERATE = {
     **_COMMON,
     "input_embeds": _EMBEDDINGS,

@@ -19,6 +19,7 @@ T = TypeVar("T")
 N = TypeVar("N", int, float)
 
 NEUTRAL = (b"null", b"false", b'""', b"[]", b"{}")
+SWITCHES = {"web_search_options"}  # an empty object asks for it, too
 _AT_PATH = re.compile(r" - at `\$\.?(.*)`$")
 _RAW_FIELDS: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 MAX_RID_CHARS = 256
@@ -29,7 +30,7 @@ def decode(body: bytes, kind: type[T], refused: Mapping[str, str]) -> tuple[T, l
     """The body as `kind`, and the names nobody here knows. Raises ApiError."""
     try:
         raw = _RAW_FIELDS.decode(body)
-        refuse_fields({name: bytes(value).strip() not in NEUTRAL for name, value in raw.items()}, refused)
+        refuse_fields({name: _meant(name, bytes(value).strip()) for name, value in raw.items()}, refused)
         value = msgspec.json.decode(body, type=kind)
         unknown = fields.unknown(raw, kind, refused)  # looks into what the decoder skipped
     except msgspec.ValidationError as error:
@@ -60,6 +61,10 @@ def refuse_fields(given: Mapping[str, bool], refused: Mapping[str, str], path: s
             raise invalid(
                 f"{path}{name} cannot be honoured: {refused[name]}.", f"{path}{name}", "unsupported_parameter"
             )
+
+
+def _meant(name: str, value: bytes) -> bool:
+    return value not in NEUTRAL or (name in SWITCHES and value == b"{}")
 
 
 def bad_shape(error: msgspec.ValidationError, path: str = "") -> ApiError:

@@ -13,7 +13,7 @@ from services.tokenizer.render.chat import ChatAnswerer
 from services.tokenizer.routes.conversation import Conversations, template_input
 from services.tokenizer.routes.openai_fields import stream_options
 from services.tokenizer.sampling import Names
-from services.tokenizer.schema import REFUSED_OPENAI, ChatBody, ChatTemplateBody
+from services.tokenizer.schema import REFUSED_CHAT, ChatBody, ChatTemplateBody
 
 
 def router(context: Context) -> APIRouter:
@@ -23,7 +23,7 @@ def router(context: Context) -> APIRouter:
     @routes.post("/v1/chat/completions", openapi_extra=takes(ChatBody), tags=["openai"])
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        wishes, unknown = await body.read(request, context, ChatBody, REFUSED_OPENAI)
+        wishes, unknown = await body.read(request, context, ChatBody, REFUSED_CHAT)
         return await _answer(context, conversations, wishes, unknown)
 
     @routes.post("/apply_chat_template", openapi_extra=takes(ChatTemplateBody), tags=["native"])

@@ -84,6 +84,8 @@ class _Generation:
             raise invalid("sampling_params.n must be the same for all items.", "sampling_params.n", "invalid_value")
         self._n = counts.pop()
         self._scores = self._score_wishes()
+        if all(score.top < 0 for score in self._scores):
+            self._unknown += _idle_score_fields(wishes, context.config.strict_fields)
         self._intervals = [
             validation.in_range(NAMES("stream_interval"), fields.stream_interval, 1, 1 << 20) or 1
             for fields in self._fields
@@ -211,6 +213,18 @@ class _Generation:
             prompt_from=scores.prompt_from,
             return_prompt_ids=bool(self._wishes.return_prompt_token_ids),
         )
+
+
+def _idle_score_fields(wishes: GenerateBody, strict: bool) -> list[str]:
+    """Fields that say which log-probabilities, where none are wanted: clients send them so; they are listed as ignored.
+
+    Raises ApiError in strict mode.
+    """
+    names = ("top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs")
+    idle = [name for name in names if getattr(wishes, name) not in (None, False, 0, [])]
+    if idle and strict:
+        raise invalid(f"{idle[0]} needs return_logprob = true.", idle[0], "invalid_value")
+    return idle
 
 
 def _prompts_of(wishes: GenerateBody) -> tuple[list[Text], bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.tokenizer.schema import REFUSED_OPENAI, SamplingFields, StrOrList
+from services.tokenizer.schema import REFUSED_CHAT, SamplingFields, StrOrList
 
 Blocks = str | list[dict[str, Any]]
 
@@ -34,7 +34,7 @@ class MessagesBody(SamplingFields, kw_only=True):
 
 
 REFUSED_MESSAGES = {
-    **REFUSED_OPENAI,
+    **REFUSED_CHAT,
     "container": "there are no containers",
     "mcp_servers": "servers of tools are for the client to call",
     "context_management": "send the messages that are to be seen",

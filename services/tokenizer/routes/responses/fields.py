@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.tokenizer.schema import REFUSED_OPENAI, SamplingFields, StreamOptions, StrOrList
+from services.tokenizer.schema import REFUSED_CHAT, SamplingFields, StreamOptions, StrOrList
 
 
 class ResponsesBody(SamplingFields, kw_only=True):
@@ -43,7 +43,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
 
 _MANAGED = "send the conversation as input, or previous_response_id"
 REFUSED_RESPONSES = {
-    **REFUSED_OPENAI,
+    **REFUSED_CHAT,
     "conversation": _MANAGED,
     "prompt": "stored prompts are not supported",
     "context_management": _MANAGED,
