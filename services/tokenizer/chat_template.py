@@ -30,6 +30,10 @@ class TemplateFailure(Exception):
     """The template refused the conversation; the text is for the client."""
 
 
+class TooMuchText(TemplateFailure):
+    """The conversation became longer than it may."""
+
+
 class _Generation(jinja2.ext.Extension):
     """`{% generation %}` marks training spans; here it only shows what it holds."""
 
@@ -153,7 +157,7 @@ class ChatTemplate:
                 pieces.append(piece)
                 size += len(piece)
                 if size > max_chars:
-                    raise TemplateFailure(f"The chat template produced more than {max_chars} characters.")
+                    raise TooMuchText(f"The chat template produced more than {max_chars} characters.")
                 if self._clock() > deadline:
                     raise TemplateFailure("The chat template took too long.")
         except jinja2.TemplateError as error:

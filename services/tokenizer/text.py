@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from services.tokenizer import calls
-from services.tokenizer.chat_template import ChatTemplate, TemplateFailure, with_reasoning_aliases
+from services.tokenizer.chat_template import ChatTemplate, TemplateFailure, TooMuchText, with_reasoning_aliases
 from services.tokenizer.errors import invalid, too_long, unavailable
 from services.tokenizer.literal import LiteralMarker, SpecialToken
 from services.tokenizer.model_folder import ModelFolder
@@ -171,6 +171,8 @@ class TextEngine:
         max_chars = self._longest * limit + 4096
         try:
             text = self._template.render(messages, tools, extra, max_chars=max_chars, **options)
+        except TooMuchText as error:
+            raise too_long(max_chars // self._longest + 1, limit, "messages", at_least=True) from error
         except TemplateFailure as error:
             raise invalid(str(error), "messages") from error
         self._refuse_hopeless(text, limit, "messages")

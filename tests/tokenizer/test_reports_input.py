@@ -164,6 +164,12 @@ async def test_17_lengths(house: WholeHouse) -> None:
         words = "morning " * 600_000  # within the bounds of a body, hopeless as a prompt
         error = await refused(house, TEXT, {"prompt": words}, "prompt")
         assert error["code"] == "context_length_exceeded"
+        for path in (CHAT, "/v1/responses"):  # however much their template makes of it
+            field = "messages" if path == CHAT else "input"
+            body = {"messages": [{"role": "user", "content": words}]} if path == CHAT else {"input": words}
+            error = await refused(house, path, body, field)
+            assert error["code"] == "context_length_exceeded"
+            assert str(limit) in error["message"]
 
 
 async def test_20_sockets_take_nothing_but_their_own_messages(house: WholeHouse) -> None:
