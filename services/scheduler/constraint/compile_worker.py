@@ -8,6 +8,7 @@ wall clock is the parent's. It exits when its input closes, even in the middle o
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import resource
@@ -156,9 +157,9 @@ def limit_memory(more: int) -> None:
 
 
 def limit_processor(seconds: float) -> None:
-    """Be killed after so many more seconds of processor time: a parent that is gone kills nobody."""
-    used = time.process_time()
-    resource.setrlimit(resource.RLIMIT_CPU, (int(used + seconds) + 2, resource.RLIM_INFINITY))
+    """Be killed after so many more seconds of processor time (up to one more: the kernel counts whole ones)."""
+    until = math.ceil(time.process_time() + seconds)
+    resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
 
 
 def read_frames(source: IO[bytes], jobs: queue.SimpleQueue[ToProcess]) -> None:

@@ -14,10 +14,11 @@ class Limits(Struct, frozen=True, kw_only=True):
     schema_nodes: int = 20_000  # schemas inside a schema
     optional_properties: int = 500  # of one object: each one is a live item of the parser
     alternatives: int = 20_000  # of one enum or choice
-    compile_seconds: float = 5.0
+    compile_seconds: float = 5.0  # of processor time
     compile_memory: int = 512 << 20  # beyond what the compiling process holds at rest
     grammar_memory: int = 128 << 20  # of one grammar, with the masks of its search
-    check_seconds: float = 5.0  # judging a finished text
+    check_seconds: float = 5.0  # judging a finished text; of processor time
+    patience: float = 6.0  # times as long by the clock: who is refused must not depend on what else the machine does
     search_nodes: int = 300  # matcher states looked at for a shortest completion
     lexer_states: int = 150_000  # up to 250 bytes each, kept as long as the grammar
 

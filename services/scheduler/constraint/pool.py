@@ -32,13 +32,13 @@ class ProcessPool:
         self._idle.append(await CompileProcess.start(self._model_path, self._limits))
 
     async def ask(self, job: Job, seconds: float) -> FromProcess:
-        """Raises ProcessGone; TookTooLong counts from when a process was free."""
+        """Raises ProcessGone; TookTooLong after `seconds` of processor time, or far more by the clock."""
         async with self._turns:
             if self._closed:
                 raise ProcessGone("the compiler is closed")
             process = await self._take()
             try:
-                return await process.ask(job, seconds)
+                return await process.ask(job, seconds * self._limits.patience)
             finally:
                 await self._give_back(process)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -85,8 +86,10 @@ class CompileProcess:
         self.jobs += 1
         try:
             return await self._exchange(job, seconds)
-        except BaseException:
+        except BaseException as error:
             await self.kill()
+            if isinstance(error, ProcessGone) and self._inner.returncode == -signal.SIGXCPU:
+                raise TookTooLong("it used up its processor time") from error
             raise
 
     async def kill(self) -> None:

@@ -185,6 +185,23 @@ async def test_time_is_bounded() -> None:
     await compiler.close()
 
 
+async def test_the_processors_time_is_what_counts() -> None:
+    """On a machine that is busy elsewhere a small constraint may take long by the clock."""
+    limits = Limits(compile_seconds=0.2, patience=500.0, source_bytes=4 << 20)
+    compiler = await Compiler.start(str(resolve(None)), limits)
+    [process] = compiler._pool._idle
+    os.kill(process.pid, signal.SIGSTOP)
+    small = asyncio.create_task(compiler.compile(Constraint("regex", "[a-f]+")))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(small), 0.5)
+    os.kill(process.pid, signal.SIGCONT)
+    assert (await small).minimum == 1
+    with pytest.raises(ConstraintError, match=r"takes more than 0\.2 seconds"):
+        await compiler.compile(Constraint("lark", ENDLESS))
+    assert not process.alive
+    await compiler.close()
+
+
 async def test_memory_is_bounded() -> None:
     limits = Limits(compile_memory=16 << 20, compile_seconds=60, source_bytes=4 << 20)
     compiler = await Compiler.start(str(resolve(None)), limits)
