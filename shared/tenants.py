@@ -21,6 +21,7 @@ MAX_FILE_BYTES = 4 << 20
 MAX_KEY_CHARS = 512
 OTHERS = stat.S_IRWXO | stat.S_IWGRP
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_COMMENT = re.compile(r"(^|\s)#.*")  # within a word it may be part of a key
 _NONE = "-"
 
 
@@ -61,7 +62,7 @@ def parse(lines: Iterable[str], source: str = "key file") -> tuple[Tenant, ...]:
     """Tenants in the order of their first lines. Raises TenantsError."""
     found: dict[str, Tenant] = {}
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
+        words = _COMMENT.sub("", line).split()
         if not words:
             continue
         try:
@@ -70,7 +71,9 @@ def parse(lines: Iterable[str], source: str = "key file") -> tuple[Tenant, ...]:
             found[tenant.name] = tenant if known is None else _joined(known, tenant)
         except TenantsError as error:
             raise TenantsError(f"{source}, line {number}: {error}") from None
-    check_keys(key for tenant in found.values() for key in tenant.keys)
+    if not found:
+        raise TenantsError(f"{source} names no tenant: without keys everybody may do everything")
+    check_keys((key for tenant in found.values() for key in tenant.keys), source)
     return tuple(found.values())
 
 
@@ -79,12 +82,12 @@ def from_keys(keys: Iterable[str]) -> tuple[Tenant, ...]:
     return tuple(Tenant(f"key-{number}", (_checked_key(key),)) for number, key in enumerate(keys, 1))
 
 
-def check_keys(keys: Iterable[str]) -> None:
+def check_keys(keys: Iterable[str], source: str = "--api-key, --api-key-file and --admin-api-key") -> None:
     """Raises TenantsError where one key would mean two tenants."""
     seen: set[str] = set()
     for key in keys:
         if key in seen:
-            raise TenantsError("one key stands there twice")
+            raise TenantsError(f"{source}: one key stands there twice")
         seen.add(key)
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from starlette.types import Scope
 
 from services.tokenizer.calls import Call
 from services.tokenizer.errors import ApiError
 from shared.config import TokenizerConfig
-from shared.tenants import Tenant, check_keys, from_keys, read_file
+from shared.tenants import Tenant, TenantsError, check_keys, from_keys, read_file
 
 OPEN = frozenset(("/health", "/ready", "/ping"))
 CLIENT_PREFIX = "/v1/"
@@ -67,10 +67,10 @@ class Access:
     @classmethod
     def of(cls, config: TokenizerConfig) -> Access:
         """The keys of a configuration. Raises TenantsError."""
-        tenants = from_keys(_split(config.api_key))
+        tenants = from_keys(_split(config.api_key, "--api-key"))
         if config.api_key_file:
             tenants += read_file(config.api_key_file)
-        operators = _split(config.admin_api_key)
+        operators = _split(config.admin_api_key, "--admin-api-key")
         access = cls(tenants, operators, public_metrics=config.public_metrics, root_path=config.fastapi_root_path)
         if config.launch_key and access.guarded:
             access._holders.append((access._digest(config.launch_key.encode()), None))
@@ -155,5 +155,9 @@ def _unauthorized(key: bytes) -> ApiError:
     return ApiError(401, text, headers={"www-authenticate": "Bearer"})
 
 
-def _split(keys: str) -> Iterator[str]:
-    return (key.strip() for key in keys.split(",") if key.strip())
+def _split(keys: str, flag: str) -> list[str]:
+    """Keys separated by commas. Raises TenantsError where something was given and it is no key."""
+    found = [key.strip() for key in keys.split(",") if key.strip()]
+    if keys and not found:
+        raise TenantsError(f"{flag} holds no key: without keys everybody may do everything")
+    return found

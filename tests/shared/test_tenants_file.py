@@ -48,6 +48,9 @@ def test_tenants_of_a_file(tmp_path: Path) -> None:
         ("alice sécret", "a key is"),
         ("alice " + "secret" * 100, "a key is"),
         ("alice secret\nbob secret", "twice"),
+        ("", "names no tenant"),
+        ("# alice secret\n  \n", "names no tenant"),
+        ("alice #secret", "line 1: a line is"),
         ("alice secret 5\nalice secret2 6", "line 2: alice stands there twice"),
     ],
 )
@@ -56,6 +59,11 @@ def test_what_cannot_be_used_is_said_without_the_key(line: str, complaint: str) 
         parse(line.splitlines())
     assert complaint in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_a_key_may_hold_what_else_begins_a_comment() -> None:
+    [tenant] = parse(["alice sk#1  5 7 # and so on"])
+    assert tenant == Tenant("alice", ("sk#1",), 5, 7)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from services.tokenizer.access import Access
 from services.tokenizer.errors import ApiError
 from services.tokenizer.service import TokenizerService
+from shared.config import TokenizerConfig
 from shared.messages.request import RequestRejected
 from shared.tenants import Tenant, TenantsError
 from tests.tokenizer.conftest import Launcher
@@ -276,3 +277,9 @@ def test_nothing_but_a_key_opens_a_path(path: str, headers: list[tuple[bytes, by
     for key, tenant in ((b"key-of-a", "a"), (b"key-of-b", "b")):
         found = outcome(path, [(b"authorization", b"Bearer " + key), *headers])
         assert found in ([(0, "")] if is_open else [(0, tenant), (403, "")])
+
+
+@pytest.mark.parametrize("given_keys", [{"api_key": ","}, {"api_key": " "}, {"admin_api_key": " , "}])
+def test_keys_that_are_none_open_nothing(given_keys: dict[str, str]) -> None:
+    with pytest.raises(TenantsError, match="holds no key"):
+        Access.of(TokenizerConfig(**given_keys))
