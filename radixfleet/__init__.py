@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from radixfleet.lang.program import function
     from radixfleet.lang.xml import xml_schema
     from radixfleet.runtime import Runtime
+    from radixfleet.server_args import ServerArgs
 
 _HOMES = {
     "radixfleet.backend.endpoint": ("RuntimeEndpoint",),
@@ -78,6 +79,7 @@ _HOMES = {
     "radixfleet.lang.program": ("function",),
     "radixfleet.lang.xml": ("xml_schema",),
     "radixfleet.runtime": ("Runtime",),
+    "radixfleet.server_args": ("ServerArgs",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -92,6 +94,7 @@ __all__ = [
     "Optimizations",
     "Runtime",
     "RuntimeEndpoint",
+    "ServerArgs",
     "UnsetVariable",
     "__version__",
     "allow_api_hosts",

@@ -17,6 +17,7 @@ from radixfleet.backend.endpoint import DEFAULT_TIMEOUT_S, RuntimeEndpoint
 from radixfleet.backend.tokens import ServerTokenizer
 from radixfleet.engine_calls import generate, generate_async
 from radixfleet.local_server import LocalServer
+from radixfleet.server_args import ServerArgs
 
 DEFAULT_READY_TIMEOUT_S = 600.0
 
@@ -24,7 +25,8 @@ DEFAULT_READY_TIMEOUT_S = 600.0
 class Runtime:
     """Starts `radixfleet serve` and waits until it is ready. Raises ServerFailed with its last lines.
 
-    Keywords are flags: `model_path="..."` is --model-path, `disable_radix_cache=True` a switch. Use it as a context
+    Keywords are flags: `model_path="..."` is --model-path, `disable_radix_cache=True` a switch. Those of `server_args`
+    hold where no keyword says otherwise. Use it as a context
     manager, or call shutdown(); at the latest it stops with this process, however that ends.
     """
 
@@ -34,16 +36,17 @@ class Runtime:
         *,
         ready_timeout: float = DEFAULT_READY_TIMEOUT_S,
         timeout: float = DEFAULT_TIMEOUT_S,
-        **server_args: Any,
+        server_args: ServerArgs | None = None,
+        **flags: Any,
     ) -> None:
-        flags = flags_of({"log_level": log_level, **server_args})
-        self._server = LocalServer(*flags, ready_timeout=ready_timeout)
+        wishes = {"log_level": log_level, **(vars(server_args) if server_args else {}), **flags}
+        self._server = LocalServer(*flags_of(wishes), ready_timeout=ready_timeout)
         self._server.start()
         watcher = parent_watch.start(self._server.process.pid)
         self._stop = weakref.finalize(self, _stop, self._server, watcher)
         self.url = self._server.url
         self.generate_url = f"{self.url}/generate"
-        self.endpoint = RuntimeEndpoint(self.url, server_args.get("api_key"), timeout=timeout)
+        self.endpoint = RuntimeEndpoint(self.url, wishes.get("api_key"), timeout=timeout)
 
     def shutdown(self) -> None:
         """Stop the server. Does nothing the second time."""
