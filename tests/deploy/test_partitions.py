@@ -17,7 +17,7 @@ from tests.local_fleet import tokens, worker_hello
 from tests.protocol.house import House
 
 REQUESTS = 6
-LENGTH = 24
+SHORT, LONG = 24, 240  # tokens of an answer; a long one is not over before something can happen to it
 
 
 class Site:
@@ -48,16 +48,17 @@ class Site:
             await worker.greeted.wait()
         return worker
 
-    def submit(self) -> None:
+    def submit(self, length: int) -> None:
+        self.length = length
         for index in range(REQUESTS):
-            self.frontend.submit(f"r{index}", tokens(30 + index, seed=index), LENGTH)
+            self.frontend.submit(f"r{index}", tokens(30 + index, seed=index), length)
 
     async def answered(self) -> None:
         """Every stream is the undisturbed one; gaps and repetitions have failed before."""
         rids = [f"r{index}" for index in range(REQUESTS)]
         await self.detokenizer.until(lambda: self.detokenizer.finished(*rids), timeout=30)
         for index, rid in enumerate(rids):
-            assert self.detokenizer.streams[rid].tokens == generate(tokens(30 + index, seed=index), LENGTH)
+            assert self.detokenizer.streams[rid].tokens == generate(tokens(30 + index, seed=index), self.length)
 
     async def under_way(self) -> None:
         streams = self.detokenizer.streams
@@ -84,7 +85,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 async def test_a_link_with_a_long_delay_only_costs_time(site: Site) -> None:
     site.proxy.delay_s = 0.03
     await site.join("far", far=True)
-    site.submit()
+    site.submit(SHORT)
     await site.answered()
     assert site.service.scheduler is not None
     assert site.service.scheduler.core.metrics.counters["workers_lost"] == 0
@@ -93,13 +94,13 @@ async def test_a_link_with_a_long_delay_only_costs_time(site: Site) -> None:
 async def test_a_narrow_link_only_costs_time(site: Site) -> None:
     site.proxy.bytes_per_s = 50_000
     await site.join("far", far=True)
-    site.submit()
+    site.submit(SHORT)
     await site.answered()
 
 
 async def test_a_cut_moves_the_streams_to_the_other_worker(site: Site) -> None:
     far = await site.join("far", far=True)
-    site.submit()
+    site.submit(LONG)
     await site.under_way()
     await site.join("near")
     far.silent = True  # it does not outlive its connection
@@ -111,7 +112,7 @@ async def test_a_cut_moves_the_streams_to_the_other_worker(site: Site) -> None:
 async def test_a_partition_is_noticed_by_its_silence(site: Site) -> None:
     """Nothing breaks: packets just do not arrive. After it heals, the old life is not believed any more."""
     far = await site.join("far", far=True)
-    site.submit()
+    site.submit(LONG)
     await site.under_way()
     near = await site.join("near")
     site.proxy.freeze()
@@ -128,7 +129,7 @@ async def test_a_partition_is_noticed_by_its_silence(site: Site) -> None:
 
 async def test_requests_wait_for_a_worker_that_comes_back(site: Site) -> None:
     far = await site.join("far", far=True)
-    site.submit()
+    site.submit(LONG)
     await site.under_way()
     far.silent = True
     site.proxy.cut()

@@ -46,7 +46,9 @@ class TensorGroup:
         dist.init_process_group(
             backend, store=_store(meeting), rank=meeting.rank, world_size=meeting.size, timeout=FOREVER
         )
-        return TensorGroup(meeting.rank, meeting.size)
+        group = TensorGroup(meeting.rank, meeting.size)
+        group.least(0)  # all are through with the meeting place: rank 0 may remove it
+        return group
 
     @property
     def leads(self) -> bool:
