@@ -96,8 +96,14 @@ def load(folder: str | Path, name: str) -> Keyring:
 
 
 def use(keyring: Keyring | None) -> None:
-    """Every tcp socket this process opens from now on is under CURVE with these keys (None: none is)."""
-    close()
+    """Every tcp socket this process opens from now on is under CURVE with these keys (None: none is).
+
+    Servers that are open admit nobody any more. What answers ZeroMQ goes on: its address is free again only some time
+    after it has ended.
+    """
+    for guard in _state.guards.values():
+        guard.allowed = frozenset()
+    _state.guards.clear()
     _state.keyring = keyring
 
 

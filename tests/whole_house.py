@@ -215,7 +215,12 @@ async def open_house(
                 tokenizer_bind=ends["t"],
                 detokenizer_bind=ends["d"],
                 worker_bind=ends["w"],
-                **{"model_path": str(model_path) if constraints else "", **(scheduler or {})},
+                # All share one event loop: what holds it up must not look like a loss.
+                **{
+                    "model_path": str(model_path) if constraints else "",
+                    "heartbeat_timeout": 60.0,
+                    **(scheduler or {}),
+                },
             )
         )
         await house.scheduler.start()

@@ -30,9 +30,9 @@ class Site:
         self.detokenizer: FakeDetokenizer
         self.workers: list[FakeWorker] = []
 
-    async def open(self) -> None:
+    async def open(self, heartbeat_timeout: float) -> None:
         self.house.endpoints["w"] = "tcp://127.0.0.1:*"
-        self.service = await self.house.scheduler()
+        self.service = await self.house.scheduler(heartbeat_timeout=heartbeat_timeout)
         self.endpoint = self.service._servers[2].endpoint
         port = urlparse(self.endpoint).port
         assert port is not None
@@ -76,7 +76,7 @@ class Site:
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
     house = House(tmp_path)
     site = Site(house)
-    await site.open()
+    await site.open(heartbeat_timeout=2.5)
     yield site
     await site.close()
     await house.close()

@@ -30,7 +30,8 @@ class House:
             tokenizer_bind=self.endpoints["t"],
             detokenizer_bind=self.endpoints["d"],
             worker_bind=self.endpoints["w"],
-            **{"heartbeat_timeout": 1.5, **config},
+            # Here all share one event loop: what holds it up must not look like a loss.
+            **{"heartbeat_timeout": 60.0, **config},
         )
         self.service = SchedulerService(settings)
         await self.service.start()
