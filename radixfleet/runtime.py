@@ -10,10 +10,11 @@ import subprocess
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from radixfleet import parent_watch
 from radixfleet.backend.endpoint import DEFAULT_TIMEOUT_S, RuntimeEndpoint
+from radixfleet.backend.errors import Unsupported
 from radixfleet.backend.tokens import ServerTokenizer
 from radixfleet.engine_calls import generate, generate_async
 from radixfleet.local_server import LocalServer
@@ -83,6 +84,10 @@ class Runtime:
     def cache_prefix(self, prefix: str) -> None:
         """Compute and cache a prefix."""
         self.generate(prefix, {"max_new_tokens": 0})
+
+    def encode(self, prompt: str | Sequence[str]) -> NoReturn:
+        """For embedding models, of which there are none here. Raises Unsupported."""
+        raise Unsupported("the served models generate text; there are no embeddings (for token ids: get_tokenizer)")
 
     def get_tokenizer(self) -> ServerTokenizer:
         """`encode` and `decode` as the model does them."""

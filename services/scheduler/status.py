@@ -107,6 +107,7 @@ class StatusBoard:
             gen_throughput=throughput,
             cache_hit_rate=hit_rate,
             tree_nodes=self._core.tree.num_nodes,
+            new_token_ratio=max((worker.shortage for worker in self._fleet), default=0.0),
             **self._core.compiling.counters(),
         )
         return counters

@@ -59,7 +59,7 @@ STATES = frozenset(  # keys of SystemStatus.counters that are no totals
             "waiting_tokens",
         ),
         *("used_tokens", "evictable_tokens", "max_total_tokens", "token_usage", "gen_throughput"),
-        *("cache_hit_rate", "tree_nodes", "pinned_tokens", "grammar_cache_bytes"),
+        *("cache_hit_rate", "tree_nodes", "new_token_ratio", "pinned_tokens", "grammar_cache_bytes"),
     )
 )
 
@@ -124,6 +124,8 @@ class Exposition:
             ("spec_accept_length", "", "Accepted draft tokens per step", 0.0),
             ("spec_accept_rate", "", "Accepted share of draft tokens", 0.0),
             ("utilization", "", "Running requests over seats", load.utilization),
+            ("new_token_ratio", "", "Share of the tokens still to come for which room is kept", load.kept_share),
+            ("is_cuda_graph", "", "Whether steps are replayed as CUDA graphs", 0.0),
             ("", "kv_free_tokens", "Free tokens of the KV pool", load.free_tokens),
             ("", "kv_cached_tokens", "Tokens held by the radix tree alone", load.cached_tokens),
             ("", "workers_ready", "Workers that take requests", load.workers),

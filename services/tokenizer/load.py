@@ -22,6 +22,7 @@ class Load(msgspec.Struct, frozen=True):
     suspended: float = 0.0
     compiling: float = 0.0
     paused: float = 0.0
+    kept_share: float = 0.0
     load_weights_seconds: float = 0.0
     startup_seconds: float = 0.0
 
@@ -57,6 +58,7 @@ class Load(msgspec.Struct, frozen=True):
             suspended=counters.get("suspended_requests", 0.0),
             compiling=counters.get("compiling_requests", 0.0),
             paused=counters.get("paused_requests", 0.0),
+            kept_share=counters.get("new_token_ratio", 0.0),
             load_weights_seconds=_slowest(status, "load_weights_seconds"),
             startup_seconds=_slowest(status, "startup_seconds"),
         )

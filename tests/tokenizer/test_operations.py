@@ -132,6 +132,7 @@ async def test_metrics(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     for name in (
         *("num_running_reqs", "num_used_tokens", "token_usage", "gen_throughput", "num_queue_reqs"),
         *("cache_hit_rate", "max_total_num_tokens", "spec_accept_length", "num_retracted_reqs"),
+        *("new_token_ratio", "is_cuda_graph", "num_paused_reqs", "engine_startup_time", "engine_load_weights_time"),
         *("prompt_tokens_total", "generation_tokens_total", "cached_tokens_total", "num_requests_total"),
         *("num_aborted_requests_total", "evicted_tokens_total", "time_to_first_token_seconds_bucket"),
         *("inter_token_latency_seconds_count", "e2e_request_latency_seconds_sum", "queue_time_seconds_count"),
