@@ -126,11 +126,13 @@ class NativeSampling(SamplingFields, kw_only=True):
 
     max_tokens: int | None = msgspec.field(default=None, name="max_new_tokens")
     min_tokens: int | None = msgspec.field(default=None, name="min_new_tokens")
-    sampling_seed: int | None = None  # wins over seed
+    sampling_seed: int | None = None
     stream_interval: int | None = None
 
     def __post_init__(self) -> None:
         if self.sampling_seed is not None:
+            if self.seed not in (None, self.sampling_seed):
+                raise ValueError("seed and sampling_seed differ; send one")
             self.seed = self.sampling_seed
 
 

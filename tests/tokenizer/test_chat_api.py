@@ -143,7 +143,8 @@ async def test_what_is_left_of_the_context(client: httpx.AsyncClient, backend: F
     for fields, expected in (
         ({"max_tokens": None}, None),
         ({"max_tokens": 5}, 5),
-        ({"max_tokens": 9, "max_completion_tokens": 6}, 6),
+        ({"max_tokens": None, "max_completion_tokens": 6}, 6),
+        ({"max_tokens": 7, "max_completion_tokens": 7}, 7),
         ({"max_tokens": 10**9}, None),
     ):
         answer = await client.post(PATH, json={**CHAT, **fields})

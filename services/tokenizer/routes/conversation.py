@@ -188,6 +188,9 @@ def _params(context: Context, wishes: ChatBody) -> SamplingParams:
     most = context.config.max_logprobs
     validation.in_range("top_logprobs", wishes.top_logprobs, 0, most)
     validation.in_range("max_completion_tokens", wishes.max_completion_tokens, 0, float("inf"))
+    if len({wishes.max_completion_tokens, wishes.max_tokens} - {None}) > 1:
+        text = "max_tokens and max_completion_tokens differ; send one."
+        raise invalid(text, "max_completion_tokens", "invalid_value")
     if wishes.top_logprobs and not wishes.logprobs:
         raise invalid("top_logprobs needs logprobs = true.", "top_logprobs", "invalid_value")
     scores = ScoreWishes(top=(wishes.top_logprobs or 0) if wishes.logprobs else -1)
