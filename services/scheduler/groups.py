@@ -21,7 +21,7 @@ from shared import ints
 
 MIN_SHARED_PAGES = 8
 """Below, reading the pages together saves less than a second pass over them costs."""
-REFRESH_STEPS = 4
+REFRESH_STEPS = 16
 """Groups found stay right while rows leave, and only miss those that came: looking at every step would not pay."""
 
 

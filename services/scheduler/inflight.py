@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.scheduler.request import Request
+from shared import ints
 from shared.messages.step import SlotOpen
 
 
@@ -29,6 +30,20 @@ class SharedGroups(NamedTuple):
     slots: bytes = b""
     sizes: bytes = b""
     pages: bytes = b""
+
+    def without(self, slot: int) -> SharedGroups:
+        """A slot that changes hands leaves its group."""
+        slots = ints.unpack(self.slots)
+        if slot not in slots:
+            return self
+        place = slots.index(slot)
+        del slots[place]
+        sizes, group = ints.unpack(self.sizes), 0
+        while place >= sizes[group]:
+            place -= sizes[group]
+            group += 1
+        sizes[group] -= 1
+        return SharedGroups(ints.pack(slots), ints.pack(sizes), self.pages)
 
 
 @dataclass(slots=True)

@@ -133,7 +133,7 @@ class Worker:
             self.guided[slot] = request
         self.prefilling.append(request)
         self.decoding = None
-        self.regroup_at = 0  # the slot may be in a group that its former request belonged to
+        self.groups = self.groups.without(slot)
         return slot
 
     def unseat(self, request: Request) -> None:

@@ -18,7 +18,7 @@ def groups_of(command: StepCommand) -> list[tuple[int, int]]:
 def run_until_grouped(fleet: LocalFleet, worker: LocalWorker, rows: int) -> list[tuple[int, int]]:
     """The groups of a step in which `rows` rows decode, once those that came last are in them."""
     found: list[list[tuple[int, int]]] = []
-    while worker.commands and len(found) < 8:
+    while worker.commands and len(found) < 24:
         command = worker.commands[0]
         if ints.count(command.decode_slots) == rows:
             found.append(groups_of(command))
