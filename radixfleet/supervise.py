@@ -51,6 +51,7 @@ class Child:
         self.deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         self.process: asyncio.subprocess.Process | None = None
         self.alive: ByteListener | None = None
+        self.killed_by_us = False
 
     @property
     def running(self) -> bool:
@@ -58,6 +59,7 @@ class Child:
 
     async def start(self, parent_fd: int) -> None:
         spec = self.spec
+        self.killed_by_us = False
         self.alive = ByteListener()
         env = {**spec.env, PARENT_FD: str(parent_fd), ALIVE_FD: str(self.alive.write_fd)}
         fds = [*spec.fds, parent_fd, self.alive.write_fd]
@@ -88,6 +90,7 @@ class Child:
     def kill_group(self) -> None:
         """The child, if it lives, and everything it started that is still in its group."""
         if self.running:
+            self.killed_by_us = True
             self.kill_rest()
 
     def kill_rest(self) -> None:
@@ -173,7 +176,7 @@ class Supervisor:
                 child.kill_rest()
                 if self._stopping:
                     return
-                await self._after_death(child, describe_exit(code))
+                await self._after_death(child, describe_exit(code, killed_by_us=child.killed_by_us))
         except ChildFailed as error:
             self._fail(error)
         except OSError as error:
@@ -208,8 +211,9 @@ class Supervisor:
                     child.kill_group()
 
 
-def describe_exit(code: int) -> str:
+def describe_exit(code: int, *, killed_by_us: bool = False) -> str:
+    """How a process ended; a SIGKILL that nobody here sent is mostly the system's, for want of memory."""
     if code >= 0:
         return f"ended with code {code}"
     name = signal.Signals(-code).name
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" and not killed_by_us else "")
