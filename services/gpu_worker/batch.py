@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +15,16 @@ class SharedGroup:
 
     rows: torch.Tensor  # int32 [n], indices into the batch's rows
     num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostColumns:
+    """The batch's shape again as arrays of the host, so that planning kernels copies nothing back from a device."""
+
+    qo_indptr: NDArray[np.int32]  # [R + 1]
+    kv_lengths: NDArray[np.int32]  # [R]
+    page_tables: NDArray[np.int32]  # [R, P]; entries beyond a row's pages are undefined
+    group_rows: tuple[NDArray[np.int32], ...] = ()  # as ForwardBatch.groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,7 @@ class ForwardBatch:
     logit_rows: torch.Tensor  # int64 [L], the tokens whose logits are wanted
     num_decode_rows: int
     groups: tuple[SharedGroup, ...] = field(default=())
+    host: HostColumns | None = None  # None: whoever needs it asks the tensors
 
     @property
     def num_rows(self) -> int:
@@ -40,3 +53,14 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
+
+    def host_columns(self) -> HostColumns:
+        """`host`, or the same from the tensors, which waits for a device that is not the host."""
+        if self.host is not None:
+            return self.host
+        return HostColumns(
+            self.qo_indptr.cpu().numpy(),
+            self.kv_lengths.cpu().numpy(),
+            self.page_tables.cpu().numpy(),
+            tuple(group.rows.cpu().numpy() for group in self.groups),
+        )

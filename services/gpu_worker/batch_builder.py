@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.gpu_worker.batch import ForwardBatch, SharedGroup
+from services.gpu_worker.batch import ForwardBatch, HostColumns, SharedGroup
 from services.gpu_worker.faults import ProtocolError
 from services.gpu_worker.rows import StepRows
 from services.gpu_worker.slots import Slots, column
@@ -31,32 +31,41 @@ def build_batch(rows: StepRows, command: StepCommand, slots: Slots, device: torc
     width = -(-int(lengths.max()) // page_size)
     logit_rows = [indptr[rows.sampling + 1] - 1]
     logit_rows += [indptr[s.row] + s.first + np.arange(len(s.targets)) for s in rows.spans]
+    groups = _groups(rows, command, slots) if command.group_sizes else []
+    host = HostColumns(
+        qo_indptr=indptr.astype(np.int32),
+        kv_lengths=lengths.astype(np.int32),
+        page_tables=slots.table[:, :width][rows.slots],
+        group_rows=tuple(members for members, _ in groups),
+    )
     return ForwardBatch(
         token_ids=_on(device, np.concatenate([slots.last_token[rows.slots[: rows.num_decode]], *rows.chunks])),
         positions=_on(device, positions),
-        qo_indptr=_on(device, indptr.astype(np.int32)),
-        kv_lengths=_on(device, lengths.astype(np.int32)),
-        page_tables=_on(device, slots.table[:, :width][rows.slots]),
+        qo_indptr=_on(device, host.qo_indptr),
+        kv_lengths=_on(device, host.kv_lengths),
+        page_tables=_on(device, host.page_tables),
         kv_slots=_on(device, pages * page_size + positions % page_size),
         logit_rows=_on(device, np.concatenate(logit_rows)),
         num_decode_rows=rows.num_decode,
-        groups=_groups(rows, command, slots, device) if command.group_sizes else (),
+        groups=tuple(SharedGroup(_on(device, members), count) for members, count in groups),
+        host=host,
     )
 
 
-def _groups(rows: StepRows, command: StepCommand, slots: Slots, device: torch.device) -> tuple[SharedGroup, ...]:
+def _groups(rows: StepRows, command: StepCommand, slots: Slots) -> list[tuple[NDArray[np.int32], int]]:
+    """Of each group with two rows or more: its rows and the number of pages they share."""
     members, sizes, pages = column(command.group_slots), column(command.group_sizes), column(command.group_pages)
     if len(sizes) != len(pages) or sizes.sum() != len(members) or (sizes < 0).any():
         raise ProtocolError("the columns of shared groups do not fit together")
     row_of = {slot: row for row, slot in enumerate(rows.slots[: rows.num_decode].tolist())}
-    groups: list[SharedGroup] = []
+    groups: list[tuple[NDArray[np.int32], int]] = []
     for slots_of, count in zip(np.split(members, np.cumsum(sizes)[:-1]), pages.tolist(), strict=True):
         present = [row_of[slot] for slot in slots_of.tolist() if slot in row_of]
         if len(present) < 2 or count <= 0:
             continue
         _require_shared(rows.slots[present], count, slots)
-        groups.append(SharedGroup(_on(device, np.array(present, dtype=np.int32)), count))
-    return tuple(groups)
+        groups.append((np.array(present, dtype=np.int32), count))
+    return groups
 
 
 def _require_shared(members: Ints, count: int, slots: Slots) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -38,5 +38,18 @@ class AttentionBackend(Protocol):
 
         Stores k and v at the planned kv_slots first, then row r's tokens attend causally to
         positions 0 .. own position of row r's pages (within the sliding window).
+        """
+        ...
+
+
+@runtime_checkable
+class GraphAttention(AttentionBackend, Protocol):
+    """A backend whose kernels can be captured into CUDA graphs."""
+
+    def graph_backend(self, batch_size: int, max_pages: int) -> AttentionBackend:
+        """A backend for batches of exactly `batch_size` decode rows of at most `max_pages` pages each.
+
+        Its plan() only writes into fixed buffers, outside of the graph and as often as wanted between replays; its
+        forward() may be captured. What it reads counts for this backend's `kv_bytes_read`.
         """
         ...
