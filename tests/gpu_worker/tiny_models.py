@@ -42,6 +42,8 @@ LLAMA3 = {
     "rope_theta": 10000.0,
 }
 
+QWEN3_MOE = {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+
 # name -> (architecture's prefix, settings beyond SMALL; None drops a setting)
 OWN_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -57,6 +59,13 @@ OWN_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-windows": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 9}),
+    "qwen3-moe": ("Qwen3Moe", {**QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]},
+    ),
 }
 
 OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -79,7 +88,7 @@ OTHER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi": ("Phi", {"partial_rotary_factor": 0.5}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     "gpt2": ("GPT2", {"num_key_value_heads": None}),
 }
 

@@ -6,6 +6,7 @@ Leaves attention over the paged cache to a backend and the reading of files to `
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -14,8 +15,9 @@ import torch.nn.functional as F
 from services.gpu_worker.attention.base import AttentionBackend, AttentionSpec
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.kernels.library import Library
-from services.gpu_worker.layers.activation import ACTIVATIONS, gated, gated_by_row
 from services.gpu_worker.layers.linear import Linear
+from services.gpu_worker.layers.mlp import GatedMlp
+from services.gpu_worker.layers.moe import SparseMlp
 from services.gpu_worker.layers.norm import rms_norm
 from services.gpu_worker.layers.rotary import Rotary, rotate
 from services.gpu_worker.models.families import DecoderConfig
@@ -29,9 +31,9 @@ _OLD_ROPE_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_f
 
 
 class DecoderLayer:
-    """One layer: norm, fused QKV, rope, attention, output, norm, fused gate and up, down.
+    """One layer: norm, fused QKV, rope, attention, output, norm, a gated MLP or experts.
 
-    `config` has the heads and columns of this rank; with a group, what output and down give is a part of a sum.
+    `config` has the heads and columns of this rank; with a group, what output and the MLP give is a part of a sum.
     """
 
     def __init__(
@@ -53,8 +55,7 @@ class DecoderLayer:
         rows = (config.num_heads + 2 * config.kv_heads) * config.head_dim
         self.qkv = linear(rows, config.hidden, bias=config.qkv_bias)
         self.output = linear(config.hidden, config.num_heads * config.head_dim, bias=config.output_bias)
-        self.gate_up = linear(2 * config.intermediate, config.hidden, bias=config.mlp_bias)
-        self.down = linear(config.hidden, config.intermediate, bias=config.mlp_bias)
+        self.mlp = _mlp(config, index, dtype, device, deterministic=deterministic)
         self.input_norm = torch.empty(config.hidden, dtype=dtype, device=device)
         self.mlp_norm = torch.empty(config.hidden, dtype=dtype, device=device)
         # q_norm and k_norm share one [heads + kv_heads, dim] weight so that one call normalises both.
@@ -64,10 +65,11 @@ class DecoderLayer:
             else None
         )
         self._summed = group.sum if group is not None else _as_it_is
-        self._gated = partial(gated_by_row if deterministic else gated, activation=ACTIVATIONS[config.activation])
 
     def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.output, self.gate_up, self.down
+        """All products but those of experts."""
+        own = (self.qkv, self.output)
+        return (*own, *self.mlp.linears()) if isinstance(self.mlp, GatedMlp) else own
 
     def forward(
         self, x: torch.Tensor, rope: RopeTables, attention: AttentionBackend, keep: torch.Tensor | None
@@ -78,7 +80,7 @@ class DecoderLayer:
         if keep is not None:
             x, mixed = x[keep], mixed[keep]
         x += self._summed(self.output(mixed))
-        x += self._summed(self.down(self._gated(self.gate_up(rms_norm(x, self.mlp_norm, self._eps)))))
+        x += self._summed(self.mlp(rms_norm(x, self.mlp_norm, self._eps)))
         return x
 
     def _project(self, x: torch.Tensor, rope: RopeTables) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -149,13 +151,16 @@ class Decoder:
             x = layer.forward(x, rope, attention, None)
         return self.layers[-1].forward(x, rope, attention, batch.logit_rows)
 
-    def targets(self) -> dict[str, torch.Tensor]:
-        """Every tensor a checkpoint must have, by its name there, as the place it belongs in."""
+    def targets(self, names: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """Every tensor a checkpoint must have, by its name there, as the place it belongs in.
+
+        `names`: all that the checkpoint has, for what may be stored in one way or another.
+        """
         found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
         if not self.config.tied:
             found["lm_head.weight"] = self.head.weight
         for layer in self.layers:
-            found.update(_layer_targets(layer, self.own))
+            found.update(_layer_targets(layer, self.own, names))
         return found
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -187,6 +192,9 @@ class Decoder:
         tiles: dict[torch.Size, int] = {}
         for linear in (self.head, *(linear for layer in self.layers for linear in layer.linears())):
             linear.prepare(deterministic=self._deterministic, tiles=tiles)
+        for layer in self.layers:
+            if isinstance(layer.mlp, SparseMlp):
+                layer.mlp.prepare(tiles=tiles)
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:
@@ -197,14 +205,30 @@ def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
     return AttentionSpec(scale=config.head_dim**-0.5, sliding_window=config.windows[layer])
 
 
-def _layer_targets(layer: DecoderLayer, config: DecoderConfig) -> dict[str, torch.Tensor]:
+def _mlp(
+    config: DecoderConfig, index: int, dtype: torch.dtype, device: torch.device, *, deterministic: bool
+) -> GatedMlp | SparseMlp:
+    if config.moe is not None and config.moe.layers[index]:
+        return SparseMlp(
+            config.moe, config.hidden, config.activation, dtype=dtype, device=device, deterministic=deterministic
+        )
+    return GatedMlp(
+        config.hidden,
+        config.intermediate,
+        config.activation,
+        bias=config.mlp_bias,
+        dtype=dtype,
+        device=device,
+        deterministic=deterministic,
+    )
+
+
+def _layer_targets(layer: DecoderLayer, config: DecoderConfig, names: Collection[str]) -> dict[str, torch.Tensor]:
     prefix = f"model.layers.{layer.index}."
-    q, kv, mlp = config.num_heads * config.head_dim, config.kv_heads * config.head_dim, config.intermediate
+    q, kv = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
     parts = (
         (layer.qkv, "self_attn", (("q_proj", q), ("k_proj", kv), ("v_proj", kv))),
         (layer.output, "self_attn", (("o_proj", config.hidden),)),
-        (layer.gate_up, "mlp", (("gate_proj", mlp), ("up_proj", mlp))),
-        (layer.down, "mlp", (("down_proj", config.hidden),)),
     )
     found = {
         prefix + "input_layernorm.weight": layer.input_norm,
@@ -213,13 +237,15 @@ def _layer_targets(layer: DecoderLayer, config: DecoderConfig) -> dict[str, torc
     if layer.qk_norm is not None:
         found[prefix + "self_attn.q_norm.weight"] = layer.qk_norm[0]
         found[prefix + "self_attn.k_norm.weight"] = layer.qk_norm[config.num_heads]
-    for linear, block, names in parts:
+    for linear, block, pieces in parts:
         start = 0
-        for name, rows in names:
+        for name, rows in pieces:
             found[f"{prefix}{block}.{name}.weight"] = linear.weight[start : start + rows]
             if linear.bias is not None:
                 found[f"{prefix}{block}.{name}.bias"] = linear.bias[start : start + rows]
             start += rows
+    mlp = layer.mlp.targets() if isinstance(layer.mlp, GatedMlp) else layer.mlp.targets(names, prefix)
+    found.update({prefix + name: target for name, target in mlp.items()})
     return found
 
 

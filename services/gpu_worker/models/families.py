@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.gpu_worker.layers.activation import ACTIVATIONS
+from services.gpu_worker.layers.moe import MoeConfig
 from services.gpu_worker.layers.rotary import RopeConfig
 from services.gpu_worker.models.config import UnsupportedModel, required
 
@@ -39,6 +40,7 @@ class DecoderConfig:
     rope_layers: tuple[bool, ...]  # per layer; False: no position at all
     rope: RopeConfig
     native_context: int
+    moe: MoeConfig | None = None  # None: every layer is dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class Family:
     max_positions: int = 32_768
     windows: Callable[[dict[str, Any], int], tuple[int, ...]] = lambda _config, layers: (0,) * layers
     rope_layers: Callable[[dict[str, Any], int], tuple[bool, ...]] = lambda _config, layers: (True,) * layers
+    moe: Callable[[dict[str, Any], int], MoeConfig | None] = lambda _config, _layers: None
 
 
 def _mistral_windows(config: dict[str, Any], layers: int) -> tuple[int, ...]:
@@ -87,6 +90,44 @@ def _smollm3_windows(config: dict[str, Any], layers: int) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
+def _qwen3_moe_windows(config: dict[str, Any], layers: int) -> tuple[int, ...]:
+    window = int(config.get("sliding_window", 4096) or 0) if config.get("use_sliding_window") else 0
+    return (window,) * layers
+
+
+def _mixtral_windows(config: dict[str, Any], layers: int) -> tuple[int, ...]:
+    return (int(config.get("sliding_window") or 0),) * layers
+
+
+def _mixtral_moe(config: dict[str, Any], layers: int) -> MoeConfig:
+    return MoeConfig(
+        experts=int(config.get("num_local_experts") or config.get("num_experts") or 8),
+        top_k=int(config.get("num_experts_per_tok") or 2),
+        intermediate=int(required(config, "intermediate_size")),
+        normalised=True,
+        layers=(True,) * layers,
+        block="block_sparse_moe",
+        parts=("w1", "w3", "w2"),
+    )
+
+
+def _qwen_moe(config: dict[str, Any], layers: int) -> MoeConfig | None:
+    experts = int(config.get("num_experts") or config.get("num_local_experts") or 128)
+    step, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
+    sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+    if not any(sparse):
+        return None
+    return MoeConfig(
+        experts=experts,
+        top_k=int(config.get("num_experts_per_tok") or 8),
+        intermediate=int(config.get("moe_intermediate_size") or 768),
+        normalised=bool(config.get("norm_topk_prob", False)),
+        layers=sparse,
+        block="mlp",
+        parts=("gate_proj", "up_proj", "down_proj"),
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(mlp_bias=None, max_positions=2048),
     "MistralForCausalLM": Family(
@@ -94,6 +135,16 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True, output_bias=False, kv_heads=32, windows=_qwen_windows),
     "Qwen3ForCausalLM": Family(qk_norm=True, kv_heads=32, head_dim=128, windows=_qwen_windows),
+    "MixtralForCausalLM": Family(
+        qkv_bias=False,
+        output_bias=False,
+        kv_heads=8,
+        theta=1_000_000.0,
+        max_positions=131_072,
+        windows=_mixtral_windows,
+        moe=_mixtral_moe,
+    ),
+    "Qwen3MoeForCausalLM": Family(qk_norm=True, kv_heads=4, windows=_qwen3_moe_windows, moe=_qwen_moe),
     "SmolLM3ForCausalLM": Family(
         mlp_bias=None,
         tied=True,
@@ -137,6 +188,7 @@ def read_decoder_config(architecture: str, config: dict[str, Any]) -> DecoderCon
         rope_layers=family.rope_layers(config, layers),
         rope=rope,
         native_context=_native_context(rope),
+        moe=family.moe(config, layers),
     )
     _check(decoder)
     return decoder
@@ -180,6 +232,8 @@ def _check(decoder: DecoderConfig) -> None:
         raise UnsupportedModel(f"{decoder.num_heads} query heads do not divide into {decoder.kv_heads} key heads")
     if decoder.head_dim % 2:
         raise UnsupportedModel(f"head_dim {decoder.head_dim} is odd")
+    if decoder.moe is not None and not 0 < decoder.moe.top_k <= decoder.moe.experts:
+        raise UnsupportedModel(f"{decoder.moe.top_k} of {decoder.moe.experts} experts cannot be chosen per token")
     for name, values in (("windows", decoder.windows), ("rope layers", decoder.rope_layers)):
         if len(values) < decoder.num_layers:
             raise UnsupportedModel(f"config.json gives {name} for {len(values)} of {decoder.num_layers} layers")

@@ -55,7 +55,7 @@ def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) 
     if checkpoint is None:
         fill_random(model)
     else:
-        copy_weights(checkpoint, model.targets(), model.ignorable, model.part)
+        copy_weights(checkpoint, model.targets(set(checkpoint.names())), model.ignorable, model.part)
     # The kernels run all layers in one call, with no room for the sums over ranks.
     kernels = native_kernels(decoder, dtype, options.device) if options.native and group is None else None
     int8 = options.quantization == "int8"

@@ -12,6 +12,7 @@ from services.gpu_worker.attention.native import NativeAttention
 from services.gpu_worker.kernels import NativeUnavailable, library
 from services.gpu_worker.kernels.decoder import LayerWeights, NativeDecoder
 from services.gpu_worker.kernels.library import DTYPES, Library
+from services.gpu_worker.layers.mlp import GatedMlp
 from services.gpu_worker.layers.packed_linear import PackedLinear
 from services.gpu_worker.models.families import DecoderConfig
 
@@ -45,6 +46,8 @@ def native_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
 
 
 def _obstacle(config: DecoderConfig, dtype: torch.dtype) -> str | None:
+    if config.moe is not None:
+        return "no kernel for experts"
     if config.activation not in ("silu", "swish"):
         return f"no kernel for activation {config.activation!r}"
     if dtype == torch.bfloat16 and (config.hidden % 2 or config.intermediate % 2):
@@ -91,11 +94,12 @@ class NativeStep:
         return self._head.forward(x, norm=self._norm, eps=self._eps, float32=True)
 
     def _pack_layer(self, kernels: Library, layer: DecoderLayer, rope: bool) -> LayerWeights:
+        assert isinstance(layer.mlp, GatedMlp)
         return LayerWeights(
             qkv=self._pack(kernels, layer.qkv),
             output=self._pack(kernels, layer.output),
-            gate_up=self._pack(kernels, layer.gate_up, gated=True),
-            down=self._pack(kernels, layer.down),
+            gate_up=self._pack(kernels, layer.mlp.gate_up, gated=True),
+            down=self._pack(kernels, layer.mlp.down),
             input_norm=layer.input_norm,
             mlp_norm=layer.mlp_norm,
             qk_norm=layer.qk_norm,
