@@ -41,6 +41,8 @@ def run(config: WorkerConfig, start: Callable[[WorkerConfig], StartedEngine] | N
     if worker.is_computing:
         os._exit(code)  # a load or a forward that nobody waits for any more
     zmq.Context.instance().term()  # last messages leave
+    if worker.device_lost:
+        os._exit(code)  # the interpreter's end would free what a lost context holds, which may hang
     return code
 
 

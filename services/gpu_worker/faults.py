@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import re
+
 import torch
 
 from services.gpu_worker.parallel.group import GroupBroken
@@ -16,14 +19,34 @@ class StepAborted(Exception):
     """The step was given up from outside (reset, shutdown); it has no result."""
 
 
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+_DEVICE = re.compile(
+    r"\bcuda( runtime| driver)? error|\bcudaError|CUBLAS_STATUS_|CUDNN_STATUS_(EXECUTION|INTERNAL)|"
+    r"illegal memory access|device-side assert|unspecified launch failure",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was short and nothing else is wrong: the device's context lives on."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+
+
 def classify(error: BaseException) -> FaultKind:
-    """The kind of fault an exception out of a step is."""
+    """The kind of fault an exception out of a step is.
+
+    A broken group goes first: whatever broke it, also a lack of memory, its ranks no longer agree.
+    """
     if isinstance(error, ProtocolError):
         return "protocol"
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
-        return "oom"
     if isinstance(error, GroupBroken) or "NCCL" in str(error):
         return "nccl"
-    if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+    if is_out_of_memory(error):
+        return "oom"
+    if isinstance(error, torch.AcceleratorError) or _DEVICE.search(str(error)):
         return "cuda"
     return "internal"

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+import structlog
 
 if TYPE_CHECKING:
     import torch
 
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 GIB = 1 << 30
 MIB = 1 << 20
 CPU_POOL_BYTES = 4 * GIB  # unless more is asked for: a machine's memory is rarely for one process alone
@@ -66,6 +73,44 @@ def plan_pages(wish: PoolWish, free_before: int, free_now: int) -> int:
     if wish.on_cpu:
         pages = min(pages, max(CPU_POOL_BYTES // wish.bytes_per_page, one_request))
     return min(pages, one_request * wish.max_slots)
+
+
+def allocate_pool(
+    pages: int, least: int, build: Callable[[int], T | None], agree: Callable[[bool], bool] = bool
+) -> tuple[T, int]:
+    """What `build` makes of the most pages for which it does not answer None, that it found no memory; and how many.
+
+    `agree` says whether all ranks have found theirs. Raises MemoryPlanError where not even `least` pages fit.
+    """
+    while True:
+        built = build(pages)
+        if agree(built is not None) and built is not None:
+            return built, pages
+        built = None  # its pages are free before the next ones are asked for
+        release_cached()
+        if pages <= least:
+            raise MemoryPlanError(
+                f"no memory for a KV cache of {pages} pages, which one request needs: lower --context-length, "
+                "--max-total-tokens or --cuda-graph-max-bs, or free memory of the device"
+            )
+        fewer = max(least, pages - max(1, pages // 10))
+        log.warning("no memory for the KV cache: trying with fewer pages", pages=pages, next=fewer)
+        pages = fewer
+
+
+def least_pages(wish: PoolWish, planned: int) -> int:
+    """Below this there is no use in a pool: one request of full context, or what an operator's small pool is for."""
+    one_request = -(-wish.max_context // wish.page_size)
+    return one_request if one_request <= planned else LEAST_PAGES
+
+
+def release_cached() -> None:
+    """Give memory that no tensor holds back to the device; in the thread that computes."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        gc.collect()  # a traceback's frames hold tensors, and lie in cycles
+        torch.cuda.empty_cache()
 
 
 def free_bytes(device: torch.device) -> int:

@@ -7,11 +7,13 @@ worker and execution to the engine.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import structlog
 
 from services.gpu_worker.faults import ProtocolError, StepAborted
+from shared import ints
 from shared.messages.step import StepCommand, TokenMasks
 
 log = structlog.get_logger(__name__)
@@ -25,6 +27,7 @@ class Session:
         self.epoch = epoch
         self._ahead = max_inflight_steps
         self._next_step = 0
+        self._sizes: deque[tuple[int, int, int]] = deque(maxlen=max_inflight_steps + 1)  # (step, tokens, rows)
         self._live = True
         self._changed = threading.Condition()
         self._masks: dict[int, tuple[bytes, bytes]] = {}
@@ -48,6 +51,13 @@ class Session:
         if command.step_id != self._next_step:
             raise ProtocolError(f"step {command.step_id} came where step {self._next_step} was due")
         self._next_step += 1
+        decodes = ints.count(command.decode_slots)
+        known = sum(ints.count(row.token_ids) for row in command.prefills)
+        self._sizes.append((command.step_id, decodes + known, decodes + len(command.prefills)))
+
+    def size_of(self, step_id: int) -> tuple[int, int]:
+        """Tokens and rows of one of the last steps that were admitted."""
+        return next(((tokens, rows) for step, tokens, rows in self._sizes if step == step_id), (1, 1))
 
     def put_masks(self, masks: TokenMasks, data: bytes) -> None:
         """Keep masks until their step asks for them. Raises ProtocolError for masks no step can be owed yet."""

@@ -14,9 +14,19 @@ import torch
 from services.gpu_worker import device as devices
 from services.gpu_worker.engine import Engine
 from services.gpu_worker.executor import StepEngine
+from services.gpu_worker.faults import is_out_of_memory
 from services.gpu_worker.kv_cache import KV_LAYOUT
-from services.gpu_worker.memory import MIB, PoolWish, free_bytes, own_bytes, plan_pages
-from services.gpu_worker.model_runner import LoadedModel, load_model
+from services.gpu_worker.memory import (
+    MIB,
+    MemoryPlanError,
+    PoolWish,
+    allocate_pool,
+    free_bytes,
+    least_pages,
+    own_bytes,
+    plan_pages,
+)
+from services.gpu_worker.model_runner import LoadedModel, ModelRunner, load_model
 from services.gpu_worker.models.config import DTYPES
 from services.gpu_worker.parallel.group import TensorGroup
 from services.gpu_worker.parallel.leader import LeadingEngine
@@ -66,16 +76,21 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
     free_before, own_before = free_bytes(device), own_bytes(device)
     log.info("loading weights", model=config.model_path, device=str(device), threads=threads)
     loading = time.monotonic()
-    model = _load(config, device, group)
+    try:
+        model = _load(config, device, group)
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryPlanError(f"the weights of {config.model_path} do not fit into {_name_of(device)}") from error
     loaded = time.monotonic()
     weight_bytes = own_bytes(device) - own_before
     wish = _wish(config, model, device)
     pages = plan_pages(wish, free_before, free_bytes(device))
     if group is not None:
         pages = group.least(pages)
-    log.info(f"KV cache: {pages} pages, {pages * wish.page_size} tokens, {pages * wish.bytes_per_page // MIB} MiB")
     tokens = config.max_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type]
-    runner = model.build_runner(pages, config.page_size, tokens)
+    runner, pages = _allocate(model, wish, pages, tokens, group)
+    log.info(f"KV cache: {pages} pages, {pages * wish.page_size} tokens, {pages * wish.bytes_per_page // MIB} MiB")
     limits = SlotLimits(wish.max_slots, pages, wish.page_size, wish.max_context, model.config.vocab_size)
     hello = WorkerHello(
         worker_id="",
@@ -104,6 +119,25 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
     return BuiltEngine(Engine(runner, limits, tokens, device), hello, gauges, group)
 
 
+def _allocate(
+    model: LoadedModel, wish: PoolWish, pages: int, max_batched_tokens: int, group: TensorGroup | None
+) -> tuple[ModelRunner, int]:
+    """The runner with as many of the planned pages as there is memory for; the same number on every rank."""
+
+    def build(pages: int) -> ModelRunner | None:
+        try:
+            return model.build_runner(pages, wish.page_size, max_batched_tokens)
+        except (RuntimeError, MemoryError, OSError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
+    def agree(fits: bool) -> bool:
+        return fits if group is None else bool(group.least(int(fits)))
+
+    return allocate_pool(pages, least_pages(wish, pages), build, agree)
+
+
 def _load(config: WorkerConfig, device: torch.device, group: TensorGroup | None) -> LoadedModel:
     return load_model(
         config.model_path,
@@ -115,6 +149,7 @@ def _load(config: WorkerConfig, device: torch.device, group: TensorGroup | None)
         context_length=config.context_length,
         deterministic=config.deterministic,
         quantization=config.quantization,
+        moe_backend=config.moe_backend,
         group=group,
     )
 

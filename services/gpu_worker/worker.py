@@ -17,9 +17,10 @@ from services.gpu_worker.activity import Activity
 from services.gpu_worker.compute import ComputeThread
 from services.gpu_worker.executor import Executor
 from services.gpu_worker.faults import ProtocolError
-from services.gpu_worker.memory import resident_bytes
+from services.gpu_worker.memory import release_cached, resident_bytes
 from services.gpu_worker.session import Session
 from services.gpu_worker.startup import StartedEngine, start_engine
+from services.gpu_worker.step_size import StepSize, StepSizes
 from services.gpu_worker.transfer.moves import PageMoves
 from shared.config import WorkerConfig
 from shared.messages.control import Heartbeat, Ping, Pong
@@ -48,7 +49,8 @@ STOP_TIMEOUT_S = 2.0
 class Worker:
     """One process with one model. `exit_code` is what the process should end with.
 
-    `end_process` is how it ends itself: as everybody else would end it, by a signal.
+    `end_process` is how it ends itself: as everybody else would end it, by a signal. Once `device_lost`, nothing may
+    be asked of the device any more, not even to free what it holds.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Worker:
         self._hello_timer: asyncio.TimerHandle | None = None
         self._drained = asyncio.Event()
         self._draining = False
-        self._device_lost = False
+        self.device_lost = False
         self.exit_code = 0
 
     async def start(self) -> None:
@@ -82,6 +84,7 @@ class Worker:
         self._loading = False
         self._pages = PageMoves(self._config, self._worker_id, started, self._compute, self._send)
         self._hello = self._pages.complete(started.hello)
+        self._sizes = StepSizes(StepSize(started.hello.max_batched_tokens, started.hello.max_slots))
         self._gauges = started.gauges
         self._executor = Executor(started.engine, Activity(), self._compute, self._reply)
         self._connect()
@@ -158,7 +161,13 @@ class Worker:
     def _say_hello(self, delay: float) -> None:
         if self._client is None or self._session is not None:
             return
-        hello = msgspec.structs.replace(self._hello, worker_id=self._worker_id, incarnation=self._incarnation)
+        hello = msgspec.structs.replace(
+            self._hello,
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            max_batched_tokens=self._sizes.now.tokens,
+            max_slots=self._sizes.now.slots,
+        )
         self._client.try_send(hello)
         self._hello_timer = self._loop.call_later(delay, self._say_hello, min(delay * 2, SLOWEST_HELLO_S))
 
@@ -167,7 +176,7 @@ class Worker:
         log.warning("starting over", reason=why, incarnation=self._incarnation)
         self._end_session()
         self._disconnect()
-        if self._device_lost:
+        if self.device_lost:
             self._leave("the device's context is lost", exit_code=1)
         elif self._draining:
             self._drained.set()
@@ -206,8 +215,21 @@ class Worker:
         if session is not self._session or not (session.is_live or isinstance(message, WorkerFault)):
             return
         if isinstance(message, WorkerFault):
-            self._device_lost = message.kind in ("cuda", "nccl")
+            self.device_lost = message.kind in ("cuda", "nccl")
+            if message.kind == "oom":
+                message = self._shrink(session, message)
         self._send(message)
+
+    def _shrink(self, session: Session, fault: WorkerFault) -> WorkerFault:
+        """Free what can be freed and offer smaller steps from the next hello on."""
+        tokens, rows = session.size_of(fault.step_id)
+        shrinks = self._sizes.after_fault(tokens, rows, self._executor.activity.steps)
+        size = self._sizes.now
+        sizes = {"step_tokens": tokens, "step_rows": rows, "next_tokens": size.tokens, "next_slots": size.slots}
+        log.warning("out of memory in a step", **sizes)
+        if self._compute is not None:
+            self._compute.submit(release_cached)
+        return msgspec.structs.replace(fault, remedy="smaller" if shrinks else "none")
 
     def _fault(self, step_id: int, error: ProtocolError) -> None:
         session = self._session

@@ -20,6 +20,8 @@ log = structlog.get_logger(__name__)
 
 Handler = Callable[[bytes, Any], None]
 
+TOO_LARGE_ALONE = "the request does not fit into the memory of its worker, not even alone"
+
 
 class Handlers:
     """`from_x(identity, message)` for each edge; `failed` where one of them has raised."""
@@ -204,8 +206,19 @@ class Handlers:
 
     def _worker_fault(self, identity: bytes, message: WorkerFault) -> None:
         worker = self._core.fleet.known(identity, message.incarnation)
-        if worker is not None:
-            self._core.fleet.drop(worker, f"{message.kind} fault in step {message.step_id}: {message.detail}")
+        if worker is None:
+            return
+        reason = f"{message.kind} fault in step {message.step_id}: {message.detail}"
+        if message.kind != "oom":
+            self._core.fleet.drop(worker, reason)
+            return
+        step = next((step for step in worker.inflight if step.step_id == message.step_id), None)
+        rows = list(dict.fromkeys(step.rows())) if step is not None else []
+        self._core.fleet.drop(worker, reason, blame=message.remedy != "smaller")
+        if message.remedy == "smaller":
+            self._core.metrics.count("workers_lost")  # though nobody is to blame
+        elif message.remedy == "none" and len(rows) == 1:
+            self._core.lifecycle.finish(rows[0], error(TOO_LARGE_ALONE))
 
     def _worker_drain(self, identity: bytes, message: WorkerDrain) -> None:
         worker = self._core.fleet.known(identity, message.incarnation)

@@ -148,6 +148,9 @@ class WorkerFault(Message, frozen=True, tag=36):
     step_id: int
     kind: FaultKind
     detail: str = ""
+    # oom: the next incarnation takes smaller steps, so that no request is to blame yet; or the step was one request
+    # that fits into no step; empty: the worker does not say
+    remedy: Literal["", "smaller", "none"] = ""
 
 
 class Drain(Message, frozen=True, tag=44):

@@ -309,3 +309,32 @@ def test_late_words_of_a_former_life_do_not_end_the_present_one() -> None:
     fleet.run()
     assert not fleet.request(rid).live
     assert fleet.request(rid).output.tolist() == generate(tokens(20), 10)
+
+
+def test_memory_that_runs_out_blames_nobody_while_steps_get_smaller() -> None:
+    fleet, rid = started()
+    for incarnation in range(2, 12):
+        some_steps(fleet, 2)
+        step = only_worker(fleet).commands[0].step_id if only_worker(fleet).commands else 0
+        fleet.from_worker(only_worker(fleet), WorkerFault(incarnation - 1, step, "oom", "no memory", "smaller"))
+        fleet.turn()
+        assert fleet.request(rid).faults == 0
+        replace(fleet, incarnation)
+        fleet.turn()
+    fleet.run()
+    fleet.assert_answered(rid)
+
+
+def test_a_request_that_fits_into_no_step_ends() -> None:
+    fleet, rid = started()
+    waiting = fleet.submit(tokens(10, seed=1), 5)
+    step = only_worker(fleet).commands[0].step_id
+    fleet.from_worker(only_worker(fleet), WorkerFault(1, step, "oom", "no memory", "none"))
+    fleet.turn()
+    finish = fleet.stream(rid).finish
+    assert finish is not None
+    assert (finish.reason, finish.status) == (FinishReason.ERROR, 500)
+    assert "memory" in finish.message
+    replace(fleet)
+    fleet.run()
+    fleet.assert_answered(waiting)
