@@ -142,6 +142,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _switch("--disable-overlap-schedule", help="one step at a time", setting="max_inflight_steps", sets="1"),
         _int("--max-inflight-steps", "steps dispatched ahead of their results [2]", least=1),
         _text("--attention-backend", "kernels of the worker [auto]", ("auto", "native", "reference")),
+        _text("--moe-backend", "kernels of experts on CUDA [auto]", ("auto", "flashinfer", "torch")),
         _int("--threads", "threads of a worker on CPU [physical cores shared by the workers]"),
         _switch("--enable-deterministic-inference", "--deterministic", help="sums do not depend on the batch",
                 setting="deterministic"),

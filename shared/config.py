@@ -127,6 +127,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     quantization: typing.Literal["none", "int8"] = "none"  # of the weights, at load
     model_impl: typing.Literal["auto", "own", "transformers"] = "auto"
     attention_backend: typing.Literal["auto", "native", "reference"] = "auto"
+    moe_backend: typing.Literal["auto", "flashinfer", "torch"] = "auto"
     page_size: Positive = DEFAULT_PAGE_SIZE
     mem_fraction_static: Annotated[float, Meta(gt=0, le=1)] = 0.6
     max_total_tokens: NonNegative = 0  # KV pool in tokens; 0: from free memory

@@ -13,6 +13,7 @@ from services.gpu_worker.attention.base import AttentionBackend
 from services.gpu_worker.attention.select import attention_backend as select_backend
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.kv_cache import KVCache
+from services.gpu_worker.layers.moe_fused import MoeBackend
 from services.gpu_worker.models.config import ModelConfig, ModelError, ModelFolder, UnsupportedModel, read_folder
 from services.gpu_worker.models.families import read_decoder_config
 from services.gpu_worker.models.loading import LoadFormat, LoadOptions, Model, Quantization, load_own
@@ -92,6 +93,7 @@ def load_model(
     deterministic: bool,
     quantization: Quantization = "none",
     group: TensorGroup | None = None,
+    moe_backend: MoeBackend = "auto",
 ) -> LoadedModel:
     """Weights of the folder `model_path` on `device`; dtype None takes the folder's, context_length 0 the model's.
 
@@ -100,7 +102,9 @@ def load_model(
     started = time.monotonic()
     folder = read_folder(model_path)
     native = attention_backend != "reference"
-    options = LoadOptions(device, dtype, load_format, context_length, deterministic, native, quantization, group)
+    options = LoadOptions(
+        device, dtype, load_format, context_length, deterministic, native, quantization, group, moe_backend
+    )
     config, model = _load(folder, options, model_impl)
     log.info(
         "model loaded",

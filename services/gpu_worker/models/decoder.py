@@ -17,7 +17,7 @@ from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.kernels.library import Library
 from services.gpu_worker.layers.linear import Linear
 from services.gpu_worker.layers.mlp import GatedMlp
-from services.gpu_worker.layers.moe import SparseMlp
+from services.gpu_worker.layers.moe import ExpertsMaker, SparseMlp
 from services.gpu_worker.layers.norm import rms_norm
 from services.gpu_worker.layers.rotary import Rotary, rotate
 from services.gpu_worker.models.families import DecoderConfig
@@ -177,10 +177,13 @@ class Decoder:
         """Tensors a checkpoint may have beyond `targets`: a copy of the tied head, buffers old exporters wrote."""
         return (name == "lm_head.weight" and self.config.tied) or _OLD_ROPE_BUFFER.fullmatch(name) is not None
 
-    def finish_loading(self, kernels: Library | None = None, *, int8: bool = False) -> None:
+    def finish_loading(
+        self, kernels: Library | None = None, *, int8: bool = False, make_experts: ExpertsMaker | None = None
+    ) -> None:
         """Once all weights are in place: what depends on their values.
 
         With `kernels` the decoder runs over native attention only; `int8` is how these then keep the weights.
+        `make_experts`: tried before the reference.
         """
         for layer in self.layers:
             if layer.qk_norm is not None:
@@ -194,7 +197,7 @@ class Decoder:
             linear.prepare(deterministic=self._deterministic, tiles=tiles)
         for layer in self.layers:
             if isinstance(layer.mlp, SparseMlp):
-                layer.mlp.prepare(tiles=tiles)
+                layer.mlp.prepare(make_experts, tiles=tiles)
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ import torch
 
 from services.gpu_worker.attention.base import AttentionBackend
 from services.gpu_worker.batch import ForwardBatch
+from services.gpu_worker.layers.moe import ExpertsMaker
+from services.gpu_worker.layers.moe_fused import MoeBackend, experts_maker
 from services.gpu_worker.models.checkpoint import Checkpoint, copy_weights, digest
 from services.gpu_worker.models.config import ModelConfig, ModelError, ModelFolder, limit_context
 from services.gpu_worker.models.decoder import Decoder, attention_spec
@@ -41,6 +43,7 @@ class LoadOptions:
     native: bool = False  # whether attention will be native, which the own decoder's kernels need
     quantization: Quantization = "none"
     group: TensorGroup | None = None  # the ranks to share the weights with
+    moe_backend: MoeBackend = "auto"
 
 
 def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) -> tuple[ModelConfig, Model]:
@@ -63,7 +66,7 @@ def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) 
         raise ModelError(
             "--quantization int8 needs the CPU kernels: native attention on a CPU, bfloat16 or float32, one rank"
         )
-    model.finish_loading(kernels, int8=int8)
+    model.finish_loading(kernels, int8=int8, make_experts=_experts_maker(decoder, dtype, options))
     config = ModelConfig(
         architecture=folder.architecture,
         model_type=folder.model_type,
@@ -82,6 +85,15 @@ def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) 
         deterministic=options.deterministic,
     )
     return config, model
+
+
+def _experts_maker(decoder: DecoderConfig, dtype: torch.dtype, options: LoadOptions) -> ExpertsMaker | None:
+    if decoder.moe is None or options.deterministic:
+        return None  # the reference's sums alone do not depend on the rows beside a token
+    try:
+        return experts_maker(options.moe_backend, options.device, dtype, decoder.moe.top_k)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
 
 
 def choose_dtype(folder: ModelFolder, checkpoint: Checkpoint | None, options: LoadOptions) -> torch.dtype:
