@@ -1,0 +1,79 @@
+"""Reads from a FlashInfer wheel the signatures of what the worker calls, without installing or importing it.
+
+python scripts/flashinfer_signatures.py WHEEL > tests/gpu_worker/flashinfer_signatures.json
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+# module -> the functions, or methods of classes, that are wanted of it
+WANTED = {
+    "decode": [
+        "BatchDecodeWithPagedKVCacheWrapper.__init__",
+        "BatchDecodeWithPagedKVCacheWrapper.plan",
+        "BatchDecodeWithPagedKVCacheWrapper._plan_impl",  # what the keywords of plan mean
+        "BatchDecodeWithPagedKVCacheWrapper.run",
+    ],
+    "prefill": [
+        "BatchPrefillWithPagedKVCacheWrapper.__init__",
+        "BatchPrefillWithPagedKVCacheWrapper.plan",
+        "BatchPrefillWithPagedKVCacheWrapper.run",
+    ],
+    "page": ["append_paged_kv_cache"],
+    "cascade": ["merge_state"],
+}
+
+
+def signatures(wheel: Path) -> dict[str, Any]:
+    """The wheel's name, and for each wanted function its parameters as [name, kind] or [name, kind, default].
+
+    Raises KeyError naming what the wheel lacks.
+    """
+    found: dict[str, Any] = {"wheel": wheel.name, "signatures": {}}
+    with zipfile.ZipFile(wheel) as archive:
+        for module, names in WANTED.items():
+            functions = _functions(ast.parse(archive.read(f"flashinfer/{module}.py")))
+            for name in names:
+                found["signatures"][name] = _parameters(functions[name].args)
+    return found
+
+
+def _functions(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    """Functions and methods by name; of overloads the last, which is the implementation."""
+    found: dict[str, ast.FunctionDef] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node
+        if isinstance(node, ast.ClassDef):
+            methods = [method for method in node.body if isinstance(method, ast.FunctionDef)]
+            found.update({f"{node.name}.{method.name}": method for method in methods})
+    return found
+
+
+def _parameters(args: ast.arguments) -> list[list[Any]]:
+    plain = [(arg, "POSITIONAL_ONLY") for arg in args.posonlyargs] + [(a, "POSITIONAL_OR_KEYWORD") for a in args.args]
+    defaults: list[ast.expr | None] = [None] * (len(plain) - len(args.defaults)) + list(args.defaults)
+    rows = [_row(arg, kind, default) for (arg, kind), default in zip(plain, defaults, strict=True)]
+    if args.vararg is not None:
+        rows.append([args.vararg.arg, "VAR_POSITIONAL"])
+    rows += [_row(a, "KEYWORD_ONLY", default) for a, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    if args.kwarg is not None:
+        rows.append([args.kwarg.arg, "VAR_KEYWORD"])
+    return rows
+
+
+def _row(arg: ast.arg, kind: str, default: ast.expr | None) -> list[Any]:
+    return [arg.arg, kind] if default is None else [arg.arg, kind, ast.literal_eval(default)]
+
+
+if __name__ == "__main__":
+    # One function a line: short, and a difference shows which one it is.
+    table = signatures(Path(sys.argv[1]))
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(rows)}" for name, rows in table["signatures"].items())
+    print(f'{{\n"wheel": {json.dumps(table["wheel"])},\n"signatures": {{\n{lines}\n}}\n}}')

@@ -1,0 +1,105 @@
+"""When decode rows that share pages read them together, and how the batch is cut for it. Leaves kernels to a backend.
+
+Two levels, merged by their log-sum-exps (Z. Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix
+Batch Decoding", 2024):
+
+    row 0   S S S S S a a          shared level: one request a group, its queries are the rows of the group
+    row 1   S S S S S b            private level: a decode of every row over what is left of its table
+    row 2   c c c c                in no group: the private level has all of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from services.gpu_worker.attention.page_lists import PageLists, page_lists
+from services.gpu_worker.batch import HostColumns, SharedGroup
+
+Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class CascadeCosts:
+    """What decides, in bytes of device memory traffic of one layer, so that time never needs to be known.
+
+    A kernel more in a layer takes some 4 us to start and to end, in which a card of 3 TB/s reads 12 MB. A row of a
+    group writes its partial result twice and reads it twice more than a row alone. Estimates, meant to be corrected
+    by measurements.
+    """
+
+    bytes_per_key: int  # K and V of one token in one layer
+    bytes_per_row: int  # the partial result of one row and its log-sum-exps
+    bytes_per_launch: int = 12_000_000
+
+    def group_gain(self, rows: int, keys: int) -> int:
+        """Bytes that reading `keys` shared keys once saves, less what merging costs; launches not counted."""
+        return (rows - 1) * keys * self.bytes_per_key - 4 * rows * self.bytes_per_row
+
+    def launches(self, grouped: int, decode_rows: int) -> int:
+        """Kernels more: shared level and merge; where only some rows are grouped, three gathers and one scatter."""
+        return 2 if grouped == decode_rows else 6
+
+
+@dataclass(frozen=True, slots=True)
+class Cascade:
+    """The two levels of a batch's decode rows."""
+
+    rows: Int32s  # [m], the grouped rows, group after group
+    qo_indptr: Int32s  # [g + 1] into `rows`
+    shared: PageLists  # one row a group
+    shared_keys: int  # of all groups
+    skip: Int32s  # [decode rows], pages of each row that the shared level reads
+    covers: bool  # `rows` is 0, 1, ... decode rows - 1, so nothing needs to be gathered
+
+
+def choose(
+    host: HostColumns,
+    groups: Sequence[SharedGroup],
+    decode_rows: int,
+    page_size: int,
+    window: int,
+    costs: CascadeCosts,
+) -> Cascade | None:
+    """The cascade that pays, or None.
+
+    Groups may overlap (nested prefixes): a row goes to the group that saves most, one level is all there is. A group
+    that a sliding window does not wholly see is left out: each of its rows would see another part of the prefix.
+    """
+    candidates = [
+        (rows, group.num_pages)
+        for rows, group in zip(host.group_rows, groups, strict=True)
+        if len(rows) and (not window or host.kv_lengths[rows].max() <= window)
+    ]
+    candidates.sort(key=lambda candidate: -(len(candidate[0]) - 1) * candidate[1])
+    skip = np.zeros(decode_rows, dtype=np.int32)
+    taken: list[Int32s] = []
+    gain = 0
+    for rows, pages in candidates:
+        left = rows[skip[rows] == 0]
+        saved = costs.group_gain(len(left), pages * page_size)
+        if len(left) > 1 and saved > 0:
+            gain += saved
+            skip[left] = pages
+            taken.append(left)
+    grouped = sum(map(len, taken))
+    if gain <= costs.launches(grouped, decode_rows) * costs.bytes_per_launch:
+        return None
+    return _cut(host, taken, skip, page_size)
+
+
+def _cut(host: HostColumns, taken: list[Int32s], skip: Int32s, page_size: int) -> Cascade:
+    rows = np.concatenate(taken)
+    first = np.array([members[0] for members in taken])
+    lengths = skip[first] * page_size
+    return Cascade(
+        rows=rows,
+        qo_indptr=np.cumsum([0, *map(len, taken)], dtype=np.int32),
+        shared=page_lists(host.page_tables[first], lengths, page_size),
+        shared_keys=int(lengths.sum()),
+        skip=skip,
+        covers=len(rows) == len(skip) and bool((rows == np.arange(len(rows))).all()),
+    )

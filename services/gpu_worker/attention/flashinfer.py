@@ -1,0 +1,209 @@
+"""Attention through FlashInfer's kernels: paged prefill and decode, shared prefixes read once, graphs.
+
+Leaves kernels to FlashInfer, the cutting of shared prefixes to `cascade`, fallback to the caller. Sampling is not
+FlashInfer's: its samplers draw from a generator or from (seed, offset) of a whole batch, ours from (seed, position) of
+each request, which alone gives the same token alone, in any batch and after a resume.
+
+    plan     host: page lists -> one plan for each distinct spec            (once a step)
+    forward  append K and V -> decode rows [-> shared level -> merge] and prefill rows   (every layer)
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import structlog
+import torch
+
+from services.gpu_worker.attention.base import AttentionBackend, AttentionSpec
+from services.gpu_worker.attention.cascade import CascadeCosts, choose
+from services.gpu_worker.attention.flashinfer_api import FlashInferApi, FlashInferMissing, import_flashinfer
+from services.gpu_worker.attention.flashinfer_graph import GraphDecode
+from services.gpu_worker.attention.flashinfer_parts import KeyCounter, Layers, PlanFence, Shape, Writer
+from services.gpu_worker.attention.flashinfer_passes import SpecPass, StepPages
+from services.gpu_worker.batch import ForwardBatch, HostColumns, SharedGroup
+from services.gpu_worker.kv_cache import KVCache
+from services.gpu_worker.models.config import ModelConfig
+
+log = structlog.get_logger()
+
+HEAD_DIMS = (64, 128, 256)  # what decode, prefill and append are all built for
+QUERY_DTYPES = (torch.float16, torch.bfloat16)
+KV_DTYPES = (*QUERY_DTYPES, torch.float8_e4m3fn)
+LEAST_CAPABILITY = (8, 0)  # bfloat16 in tensor cores
+WORKSPACE_BYTES = 128 << 20
+"""What FlashInfer recommends. Partial results of split rows need at most 2 blocks an SM of 128 queries by 256 floats,
+about 40 MB on the largest cards."""
+TRIAL_PROMPTS = (2, 80)  # on some cards prompts beyond 64 tokens have kernels of their own
+
+
+class FlashInferUnavailable(Exception):
+    """FlashInfer cannot serve this model here; the message says why."""
+
+
+def load(kv_cache: KVCache, config: ModelConfig) -> FlashInferAttention:
+    """The backend over `kv_cache`, its kernels built and tried out. Raises FlashInferUnavailable."""
+    device = kv_cache.layers[0].device
+    if device.type != "cuda":
+        raise FlashInferUnavailable(f"flashinfer needs a CUDA device, the cache is on {device}")
+    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        raise FlashInferUnavailable(f"flashinfer needs compute capability {LEAST_CAPABILITY[0]}.0 or more")
+    reason = refusal(kv_cache, config)
+    if reason:
+        raise FlashInferUnavailable(reason)
+    try:
+        api = import_flashinfer()
+    except FlashInferMissing as error:
+        raise FlashInferUnavailable(str(error)) from error
+    return build(kv_cache, config, api)
+
+
+def refusal(kv_cache: KVCache, config: ModelConfig) -> str | None:
+    """Why FlashInfer has no kernels for this model and cache, None where it has."""
+    layer = kv_cache.layers[0]
+    if config.deterministic:
+        return "--deterministic needs sums that do not depend on the batch, flashinfer splits rows by it"
+    if config.head_dim not in HEAD_DIMS:
+        return f"flashinfer has no kernels for head_dim {config.head_dim}, only for {', '.join(map(str, HEAD_DIMS))}"
+    if config.dtype not in QUERY_DTYPES or layer.dtype not in KV_DTYPES:
+        return f"flashinfer has no kernels for {config.dtype} queries over {layer.dtype} keys"
+    return None
+
+
+def build(kv_cache: KVCache, config: ModelConfig, api: FlashInferApi) -> FlashInferAttention:
+    """The backend after a trial step, so that kernels are compiled now and what cannot work fails here.
+
+    Raises FlashInferUnavailable.
+    """
+    attention, began = FlashInferAttention(kv_cache, config, api), time.monotonic()
+    try:
+        attention.warm_up()
+    except (RuntimeError, ValueError, OSError) as error:  # no compiler, no kernel for this card
+        raise FlashInferUnavailable(f"flashinfer's kernels do not run here: {error}") from error
+    log.info("flashinfer kernels are ready", seconds=round(time.monotonic() - began, 2))
+    return attention
+
+
+class FlashInferAttention:
+    """A GraphAttention; captured and eager steps belong to one stream. Layers of equal spec share a plan.
+
+    Workspace and wrappers live as long as the backend. costs: None takes what fits the cache.
+    """
+
+    def __init__(
+        self, kv_cache: KVCache, config: ModelConfig, api: FlashInferApi, costs: CascadeCosts | None = None
+    ) -> None:
+        self._api, self._shape, self._specs = api, Shape.of(kv_cache, config), config.attention
+        self._layers, self._counter = Layers(kv_cache), KeyCounter()
+        self._costs = costs or CascadeCosts(self._shape.bytes_per_key, self._shape.bytes_per_row)
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._shape.device)
+        self._writer = Writer(api, self._shape, self._layers)
+        self._passes = {
+            spec: SpecPass(api, self._shape, spec, self._workspace) for spec in dict.fromkeys(config.attention)
+        }
+        self._fence = PlanFence(self._shape.device)
+
+    @property
+    def kv_bytes_read(self) -> int:
+        """Bytes of K and V read from the cache so far, those of graph backends included."""
+        return self._counter.bytes
+
+    def plan(self, batch: ForwardBatch) -> None:
+        """Raises ValueError for rows without tokens or with more than their page tables hold."""
+        self._plan(batch, self._costs)
+
+    def _plan(self, batch: ForwardBatch, costs: CascadeCosts) -> None:
+        pages = StepPages.of(batch, self._shape)
+        self._fence.wait()
+        self._writer.plan(batch.kv_slots)
+        for spec_pass in self._passes.values():
+            spec_pass.plan(pages, costs)
+        self._fence.record()
+
+    def forward(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """As AttentionBackend.forward; q, k and v may be slices of one fused tensor."""
+        spec_pass = self._passes[spec]
+        self._writer.write(layer, k, v)
+        self._counter.bytes += spec_pass.keys * self._shape.bytes_per_key
+        return spec_pass.run(q, self._layers[layer], self._layers.scales(layer))
+
+    def graph_backend(self, batch_size: int, max_pages: int) -> AttentionBackend:
+        """As GraphAttention; each holds some 8 MiB of the device for each distinct spec."""
+        return GraphDecode(
+            self._api,
+            self._shape,
+            self._layers,
+            self._specs,
+            self._workspace,
+            self._counter,
+            batch_size,
+            max_pages,
+        )
+
+    def cascade_gain(self, batch: ForwardBatch) -> int:
+        """Bytes that one step reads less when its groups are read together; 0 where that does not pay.
+
+        What a caller weighs against a graph, which reads them row by row.
+        """
+        if not batch.groups:
+            return 0
+        gained = 0
+        for spec in self._specs:
+            cascade = choose(
+                batch.host_columns(),
+                batch.groups,
+                batch.num_decode_rows,
+                self._shape.page_size,
+                spec.sliding_window,
+                self._costs,
+            )
+            if cascade is not None:
+                gained += int(cascade.skip.sum()) * self._shape.page_size - cascade.shared_keys
+        return gained * self._shape.bytes_per_key
+
+    def warm_up(self) -> None:
+        """Steps of every kind over the first two pages of an unused cache, for all specs. Counts as nothing read."""
+        shape, counted = self._shape, self._counter.bytes
+        for prompt in TRIAL_PROMPTS:
+            batch = _trial_batch(shape.page_size, prompt, shape.device)
+            tokens = batch.num_tokens
+            queries = torch.zeros((tokens, shape.q_heads, shape.head_dim), dtype=shape.q_dtype, device=shape.device)
+            keys = torch.zeros((tokens, shape.kv_heads, shape.head_dim), dtype=shape.q_dtype, device=shape.device)
+            self._plan(batch, replace(self._costs, bytes_per_key=1, bytes_per_row=0, bytes_per_launch=0))
+            for spec in self._passes:
+                out = self.forward(self._specs.index(spec), queries, keys, keys, spec)
+                if not bool(out.isfinite().all()):  # also waits for the device, whose errors belong here
+                    raise RuntimeError("attention over zeros gave something else than numbers")
+        self._counter.bytes = counted
+
+
+def _trial_batch(page_size: int, prompt: int, device: torch.device) -> ForwardBatch:
+    """Two decode rows that share page 0, and a prefill row of `prompt` tokens that takes turns with pages 0 and 1."""
+    pages = max(2, -(-prompt // page_size))
+    host = HostColumns(
+        qo_indptr=np.array([0, 1, 2, 2 + prompt], dtype=np.int32),
+        kv_lengths=np.array([page_size + 1, page_size + 1, prompt], dtype=np.int32),
+        page_tables=np.tile(np.arange(pages, dtype=np.int32) % 2, (3, 1)),
+        group_rows=(np.array([0, 1], dtype=np.int32),),
+    )
+    slots = [page_size, page_size, *(token % (2 * page_size) for token in range(prompt))]
+
+    def on(values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return ForwardBatch(
+        token_ids=on([0] * len(slots)),
+        positions=on([page_size, page_size, *range(prompt)]),
+        qo_indptr=on(host.qo_indptr.tolist(), torch.int32),
+        kv_lengths=on(host.kv_lengths.tolist(), torch.int32),
+        page_tables=torch.from_numpy(host.page_tables).to(device),
+        kv_slots=on(slots),
+        logit_rows=on([]),
+        num_decode_rows=2,
+        groups=(SharedGroup(on([0, 1], torch.int32), 1),),
+        host=host,
+    )

@@ -1,0 +1,137 @@
+"""What we call of FlashInfer, and the one place that imports it. Leaves what the calls mean together to `flashinfer`.
+
+The names and parameters are FlashInfer's own, so that its module is the real thing and nothing stands in between. Tests
+bind every call against a table of its signatures.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol, cast
+
+import torch
+
+PageTensors = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class FlashInferMissing(Exception):
+    """FlashInfer cannot be imported; the message says why."""
+
+
+class DecodeWrapper(Protocol):
+    """Attention of one query a row over the row's pages."""
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        window_left: int,
+        logits_soft_cap: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        sm_scale: float,
+    ) -> None: ...
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: PageTensors,
+        *,
+        k_scale: float | None,
+        v_scale: float | None,
+        out: torch.Tensor,
+        return_lse: bool,
+    ) -> Any:
+        """Fills `out`; returns it, or it with the log-sum-exps [rows, heads] to base 2."""
+        ...
+
+
+class PrefillWrapper(Protocol):
+    """Attention of any number of queries a row over the row's pages."""
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        paged_kv_indptr: torch.Tensor,
+        paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool,
+        sm_scale: float,
+        window_left: int,
+        logits_soft_cap: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None: ...
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: PageTensors,
+        *,
+        k_scale: float | None,
+        v_scale: float | None,
+        out: torch.Tensor,
+        return_lse: bool,
+    ) -> Any:
+        """As DecodeWrapper.run."""
+        ...
+
+
+class FlashInferApi(Protocol):
+    """The module `flashinfer`, as far as we use it."""
+
+    def BatchDecodeWithPagedKVCacheWrapper(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str,
+        *,
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+    ) -> DecodeWrapper: ...
+
+    def BatchPrefillWithPagedKVCacheWrapper(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str
+    ) -> PrefillWrapper: ...
+
+    def append_paged_kv_cache(
+        self,
+        append_key: torch.Tensor,
+        append_value: torch.Tensor,
+        batch_indices: torch.Tensor,
+        positions: torch.Tensor,
+        paged_kv_cache: PageTensors,
+        kv_indices: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_last_page_len: torch.Tensor,
+        kv_layout: str,
+    ) -> None: ...
+
+    def merge_state(
+        self, v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def import_flashinfer() -> FlashInferApi:
+    """The installed package; the first import takes many seconds. Raises FlashInferMissing."""
+    try:
+        module = importlib.import_module("flashinfer")
+    except (ImportError, OSError, RuntimeError) as error:  # a library of CUDA that is missing is an OSError
+        raise FlashInferMissing(f"flashinfer cannot be imported: {error}") from error
+    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
+        if not hasattr(module, name):
+            raise FlashInferMissing(f"the installed flashinfer has no {name}")
+    return cast(FlashInferApi, module)

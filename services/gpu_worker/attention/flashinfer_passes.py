@@ -1,0 +1,163 @@
+"""One step's attention for layers of equal spec: decode rows, alone or in two levels, then prefill rows.
+
+Planned once a step, run once a layer. Leaves K and V to the Writer and the choice of cascades to `cascade`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.gpu_worker.attention.base import AttentionSpec
+from services.gpu_worker.attention.cascade import Cascade, CascadeCosts, choose
+from services.gpu_worker.attention.flashinfer_api import DecodeWrapper, FlashInferApi, PrefillWrapper
+from services.gpu_worker.attention.flashinfer_parts import (
+    PlannedPages,
+    PlanOptions,
+    Shape,
+    pinned,
+    plan_options,
+    upload,
+)
+from services.gpu_worker.attention.page_lists import keys_read, page_lists
+from services.gpu_worker.batch import ForwardBatch, HostColumns
+from services.gpu_worker.kv_cache import KV_LAYOUT
+
+Scales = tuple[float | None, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPages:
+    """What all specs of a step share: the rows' pages, once on the device."""
+
+    batch: ForwardBatch
+    host: HostColumns
+    decode: PlannedPages | None
+    prefill: PlannedPages | None
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, shape: Shape) -> StepPages:
+        host, split = batch.host_columns(), batch.num_decode_rows
+
+        def planned(part: slice) -> PlannedPages | None:
+            tables, lengths = host.page_tables[part], host.kv_lengths[part]
+            return PlannedPages.of(page_lists(tables, lengths, shape.page_size), shape.device) if len(tables) else None
+
+        return cls(batch, host, planned(slice(split)), planned(slice(split, None)))
+
+
+class SpecPass:
+    """The wrappers of one AttentionSpec; each keeps the plan of the last step it was part of."""
+
+    def __init__(self, api: FlashInferApi, shape: Shape, spec: AttentionSpec, workspace: torch.Tensor) -> None:
+        self._api, self._shape, self._spec = api, shape, spec
+        self._workspace = workspace
+        self._options = plan_options(shape, spec)
+        self._decode: DecodeWrapper = api.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, KV_LAYOUT, use_tensor_cores=shape.tensor_cores
+        )
+        self._prefill = self._prefill_wrapper()
+        self._shared: PrefillWrapper | None = None  # made where the first cascade pays
+        self._decode_rows = 0
+        self._cascade: Cascade | None = None
+        self._cascade_rows = torch.empty(0, dtype=torch.int64)
+        self.keys = 0  # read by one layer of the planned step
+
+    def _prefill_wrapper(self) -> PrefillWrapper:
+        return self._api.BatchPrefillWithPagedKVCacheWrapper(self._workspace, KV_LAYOUT)
+
+    def plan(self, pages: StepPages, costs: CascadeCosts) -> None:
+        batch, host, split = pages.batch, pages.host, pages.batch.num_decode_rows
+        window = self._spec.sliding_window
+        self._decode_rows = split
+        self._cascade = None
+        if batch.groups:
+            self._cascade = choose(host, batch.groups, split, self._shape.page_size, window, costs)
+        self.keys = keys_read(np.diff(host.qo_indptr), host.kv_lengths, window)
+        if pages.decode is not None:
+            private = pages.decode if self._cascade is None else self._plan_shared(self._cascade, host)
+            self._decode.plan(
+                private.indptr, private.indices, private.last_page_len, *self._shape.heads, **self._options
+            )
+        if pages.prefill is not None:
+            queries = pinned(host.qo_indptr[split:] - host.qo_indptr[split], self._shape.device)
+            self._plan_prefill(self._prefill, queries, pages.prefill, causal=True)
+
+    def _plan_shared(self, cascade: Cascade, host: HostColumns) -> PlannedPages:
+        """Plans the shared level; what is left of the decode rows' pages is returned."""
+        shape, split = self._shape, self._decode_rows
+        self._shared = self._shared or self._prefill_wrapper()
+        queries = pinned(cascade.qo_indptr, shape.device)
+        self._plan_prefill(self._shared, queries, PlannedPages.of(cascade.shared, shape.device), causal=False)
+        if not cascade.covers:
+            self._cascade_rows = upload(cascade.rows, shape.device).long()
+        read_alone = int(cascade.skip.sum()) * shape.page_size
+        self.keys -= read_alone - cascade.shared_keys
+        lists = page_lists(host.page_tables[:split], host.kv_lengths[:split], shape.page_size, cascade.skip)
+        return PlannedPages.of(lists, shape.device)
+
+    def _plan_prefill(
+        self, wrapper: PrefillWrapper, queries: torch.Tensor, pages: PlannedPages, *, causal: bool
+    ) -> None:
+        # Where the rows of a group are all within the window, and only then is there a shared level, it hides nothing.
+        options = self._options if causal else PlanOptions(**{**self._options, "window_left": -1})
+        wrapper.plan(
+            queries,
+            pages.indptr,
+            pages.indices,
+            pages.last_page_len,
+            *self._shape.heads,
+            causal=causal,
+            **options,
+        )
+
+    def run(self, q: torch.Tensor, cache: torch.Tensor, scales: Scales) -> torch.Tensor:
+        """q [T, Hq, D] -> [T, Hq, D], contiguous."""
+        split = self._decode_rows
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if split:
+            if self._cascade is None:
+                self._call(self._decode, q[:split], cache, scales, out[:split])
+            else:
+                part = out[:split]
+                merged = self._run_levels(self._cascade, q[:split], cache, scales, part)
+                if split == len(q):
+                    return merged
+                if merged is not part:
+                    part.copy_(merged)
+        if split < len(q):
+            self._call(self._prefill, q[split:], cache, scales, out[split:])
+        return out
+
+    def _run_levels(
+        self, cascade: Cascade, q: torch.Tensor, cache: torch.Tensor, scales: Scales, out: torch.Tensor
+    ) -> torch.Tensor:
+        """The merged rows, in `out` or in a tensor of their own."""
+        assert self._shared is not None
+        lse = self._call(self._decode, q, cache, scales, out, return_lse=True)
+        rows = self._cascade_rows
+        shared_q = q if cascade.covers else q.index_select(0, rows)
+        shared = torch.empty(shared_q.shape, dtype=q.dtype, device=q.device)
+        shared_lse = self._call(self._shared, shared_q, cache, scales, shared, return_lse=True)
+        if cascade.covers:
+            return self._api.merge_state(out, lse, shared, shared_lse)[0]
+        alone, alone_lse = out.index_select(0, rows), lse.index_select(0, rows)
+        merged, _ = self._api.merge_state(alone, alone_lse, shared, shared_lse)
+        return out.index_copy_(0, rows, merged)
+
+    @staticmethod
+    def _call(
+        wrapper: DecodeWrapper | PrefillWrapper,
+        q: torch.Tensor,
+        cache: torch.Tensor,
+        scales: Scales,
+        out: torch.Tensor,
+        *,
+        return_lse: bool = False,
+    ) -> torch.Tensor:
+        """Fills `out`; returns the log-sum-exps where they are wanted."""
+        k_scale, v_scale = scales
+        result = wrapper.run(q, cache, k_scale=k_scale, v_scale=v_scale, out=out, return_lse=return_lse)
+        return result[1] if return_lse else out
