@@ -57,6 +57,8 @@ def _groups(rows: StepRows, command: StepCommand, slots: Slots) -> list[tuple[ND
     members, sizes, pages = column(command.group_slots), column(command.group_sizes), column(command.group_pages)
     if len(sizes) != len(pages) or sizes.sum() != len(members) or (sizes < 0).any():
         raise ProtocolError("the columns of shared groups do not fit together")
+    if len(np.unique(members)) != len(members):
+        raise ProtocolError("a slot is in two shared groups, or twice in one")
     row_of = {slot: row for row, slot in enumerate(rows.slots[: rows.num_decode].tolist())}
     groups: list[tuple[NDArray[np.int32], int]] = []
     for slots_of, count in zip(np.split(members, np.cumsum(sizes)[:-1]), pages.tolist(), strict=True):

@@ -10,6 +10,7 @@ from the wire is checked here; leaves the rows of one step to `rows`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ from shared.messages.request import SamplingParams
 from shared.messages.step import SlotOpen, StepCommand
 
 Ints = NDArray[np.int64]
+INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,8 @@ class Slots:
             raise ProtocolError(f"slot {slot} opens with {len(pages)} pages, at most {self.limits.max_pages}")
         if not 0 <= opened.num_computed <= len(pages) * self.limits.page_size:
             raise ProtocolError(f"slot {slot} opens with {opened.num_computed} tokens in {len(pages)} pages")
+        if not 0 <= opened.prompt_length <= INT32_MAX:
+            raise ProtocolError(f"slot {slot} opens with a prompt of {opened.prompt_length} tokens")
         self._require_pages(pages)
         self.is_open[slot] = True
         self.ended[slot] = self.lagging[slot] = False
@@ -119,14 +123,16 @@ class Slots:
         self.page_counts[slot] = len(pages)
         self.computed[slot] = opened.num_computed
         self.last_token[slot] = -1
-        self.remaining[slot] = opened.remaining
+        self.remaining[slot] = min(max(opened.remaining, 0), INT32_MAX)
         self._take_params(slot, opened)
 
     def _take_params(self, slot: int, opened: SlotOpen) -> None:
         params, vocab = opened.sampling, self.limits.vocab_size
-        self.sampling.set(slot, params)
         self.stops[slot] = frozenset(params.stop_token_ids)
+        self.edits[slot] = self.scores[slot] = None
         try:
+            _require_numbers(params)
+            self.sampling.set(slot, params)
             self.edits[slot] = SlotEdits.of(params, opened.prompt_length, vocab)
             self.scores[slot] = _score_spec(params, vocab)
         except ValueError as error:
@@ -143,6 +149,10 @@ class Slots:
         known = column(opened.history)
         if len(known) != opened.num_computed:
             raise ProtocolError(f"slot {slot} has {opened.num_computed} computed tokens, a history of {len(known)}")
+        if len(known) and not (known.min() >= 0 and known.max() < self.limits.vocab_size):
+            # The ids index logits; what a user may have sent ends that request.
+            self.refused[slot] = f"a token is outside the vocabulary of {self.limits.vocab_size}"
+            return
         edits.history.extend(0, known.tolist())
 
     def _append(self, slots: Ints, pages: Ints) -> None:
@@ -169,8 +179,15 @@ def column(data: bytes) -> Ints:
     return np.frombuffer(data, dtype="<i4").astype(np.int64)
 
 
+def _require_numbers(params: SamplingParams) -> None:
+    """NaN is neither above nor below any bound, so that no later check would find it."""
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+        if not math.isfinite(getattr(params, name)):
+            raise ValueError(f"{name} is {getattr(params, name)}")
+
+
 def _score_spec(params: SamplingParams, vocab_size: int) -> ScoreSpec | None:
     wanted = column(params.logprob_token_ids)
     if len(wanted) and not (wanted.min() >= 0 and wanted.max() < vocab_size):
         raise ValueError(f"logprob_token_ids names a token outside the vocabulary of {vocab_size}")
-    return ScoreSpec(max(params.logprobs, 0), wanted)
+    return ScoreSpec(min(max(params.logprobs, 0), vocab_size), wanted)

@@ -258,8 +258,12 @@ class Worker:
                 log.debug("nothing to do", message=type(message).__name__)
 
     def _on_pages(self, message: KvOrder) -> None:
-        if self._pages is not None and self._session is not None and self._session.is_live:
+        if self._pages is None or self._session is None or not self._session.is_live:
+            return
+        try:
             self._pages.handle(message)
+        except ValueError as error:
+            self._fault(self._executor.activity.last_step, ProtocolError(f"{type(message).__name__}: {error}"))
 
     def _on_command(self, command: StepCommand) -> None:
         session = self._session
