@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch

@@ -51,8 +51,8 @@ assert "torch" not in sys.modules
 from services.gpu_worker.device import set_thread_environment
 set_thread_environment(3)
 assert "torch" not in sys.modules
-print(os.environ["OMP_WAIT_POLICY"], os.environ["KMP_BLOCKTIME"], os.environ["OMP_NUM_THREADS"])
+print(*(os.environ[n] for n in ("OMP_WAIT_POLICY", "KMP_BLOCKTIME", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")))
 """
     environment = {"PATH": "", "PYTHONPATH": "."}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout.split() == ["passive", "0", "3"]
+    assert done.stdout.split() == ["passive", "0", "3000", "3"]

@@ -197,6 +197,7 @@ void run_panels(const LinearCall& c, const char* prepared, int panel, int panels
   }
 }
 
+constexpr int kChunksEach = 8;
 constexpr int kChunkPanels = 4;  // at most; many rows take a pair, which then stays in the nearest cache
 
 // Memory of one product: per thread for values and a normed row, then the prepared rows. Few rows are prepared by every
@@ -217,8 +218,10 @@ struct LinearScratch {
 template <class Product>
 void linear_in_team(const LinearCall& c, char* scratch) {
   const LinearScratch<Product> memory(c);
-  const int panels = panels_of(c.outputs, c.gated), per = memory.shared ? 2 : kChunkPanels;
-  const int chunks = (panels + per - 1) / per, thread = thread_number(), threads = thread_count();
+  const int thread = thread_number(), threads = thread_count(), panels = panels_of(c.outputs, c.gated);
+  // Where a thread has few chunks, small ones: who is done first waits for the last.
+  const int per = memory.shared || panels < kChunksEach * kChunkPanels * threads ? 2 : kChunkPanels;
+  const int chunks = (panels + per - 1) / per;
   float* values = (float*)(scratch + memory.own * thread);
   auto* normed = (typename Product::Storage*)((char*)values + memory.values);
   char* prepared = scratch + memory.own * c.threads + (memory.shared ? 0 : memory.rows * thread);
