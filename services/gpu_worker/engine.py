@@ -54,23 +54,24 @@ class StepStats:
     sample_ms: float = 0.0
     mask_wait_ms: float = 0.0
     kv_bytes_read: int = 0  # since the start
+    is_cuda_graph: bool = False
 
 
 class Engine:
     """One model with its slots; a step is a function of what came before it and of the command."""
 
     def __init__(self, runner: Runner, limits: SlotLimits, max_batched_tokens: int, device: torch.device) -> None:
-        self._runner = runner
+        self.runner = runner
         self._device = device
-        self._max_batched_tokens = max_batched_tokens
+        self.max_batched_tokens = max_batched_tokens
         self.slots = Slots(limits)
-        self._sampler = Sampler(limits.vocab_size, device)
+        self.sampler = Sampler(limits.vocab_size, device)
         self.stats = StepStats()
 
     @property
     def kv_cache(self) -> KVCache:
         """For whoever moves pages that no step touches."""
-        return self._runner.kv_cache
+        return self.runner.kv_cache
 
     def reset(self) -> None:
         """Forget all requests, as a new incarnation must."""
@@ -81,7 +82,7 @@ class Engine:
         """Apply the command and answer it. Raises ProtocolError, StepAborted, and whatever the model raises."""
         self.slots.apply(command)
         self._copy_pages(command)
-        rows = plan_rows(command, self.slots, self._max_batched_tokens)
+        rows = plan_rows(command, self.slots, self.max_batched_tokens)
         outcome = Outcome(rows.num_outputs)
         for slot, detail in rows.errors.items():
             outcome.fail(self.slots, slot, detail)
@@ -99,7 +100,7 @@ class Engine:
             forward_ms=(forwarded - started) * 1e3,
             mask_wait_ms=(waited - forwarded) * 1e3 if command.masked_slots else 0.0,
             sample_ms=(time.perf_counter() - waited) * 1e3,
-            kv_bytes_read=self._runner.kv_bytes_read,
+            kv_bytes_read=self.runner.kv_bytes_read,
         )
         return outcome.result(command, incarnation, self.stats.forward_ms, self.stats.mask_wait_ms, queue_ms)
 
@@ -108,7 +109,7 @@ class Engine:
         with torch.inference_mode():
             self.slots.apply(command)
             self._copy_pages(command)
-            rows = plan_rows(command, self.slots, self._max_batched_tokens)
+            rows = plan_rows(command, self.slots, self.max_batched_tokens)
             self._forward(rows, command)
             self.slots.computed[rows.slots] += rows.lengths
 
@@ -116,12 +117,12 @@ class Engine:
         pairs = self.slots.copy_pairs(command)
         if pairs is not None:
             sources, targets = (torch.from_numpy(np.ascontiguousarray(p)).to(self._device) for p in pairs)
-            self._runner.kv_cache.copy_pages(sources, targets)
+            self.runner.kv_cache.copy_pages(sources, targets)
 
     def _forward(self, rows: StepRows, command: StepCommand) -> torch.Tensor | None:
         if not rows.num_rows:
             return None
-        logits = self._runner.forward(build_batch(rows, command, self.slots, self._device))
+        logits = self.runner.forward(build_batch(rows, command, self.slots, self._device))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the time of a step is its own, and its errors are raised in it
         return logits
@@ -132,11 +133,14 @@ class Engine:
         outcome.score_prompts(rows.spans, logits[sampling:], slots)
         starts = slots.computed[rows.slots]
         slots.computed[rows.slots] = starts + rows.lengths
-        for slot, start, tokens in zip(
-            rows.slots[rows.num_decode :], starts[rows.num_decode :], rows.chunks, strict=True
-        ):
-            edits = slots.edits[slot]
-            if edits is not None and edits.history is not None:
-                edits.history.extend(int(start), tokens.tolist())
+        extend_histories(rows, starts, slots)
         if sampling:
-            sample_rows(rows, logits[:sampling], masks, slots, self._sampler, outcome)
+            sample_rows(rows, logits[:sampling], masks, slots, self.sampler, outcome)
+
+
+def extend_histories(rows: StepRows, starts: Ints, slots: Slots) -> None:
+    """Count the tokens of the step's chunks for those who are penalised for them; `starts` are the rows' positions."""
+    for slot, start, tokens in zip(rows.slots[rows.num_decode :], starts[rows.num_decode :], rows.chunks, strict=True):
+        edits = slots.edits[slot]
+        if edits is not None and edits.history is not None:
+            edits.history.extend(int(start), tokens.tolist())

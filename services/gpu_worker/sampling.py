@@ -22,6 +22,10 @@ from services.gpu_worker.slots import Slots, column
 from shared.messages.step import StepCommand
 
 Ints = NDArray[np.int64]
+MaskApplier = Callable[[torch.Tensor, Ints, NDArray[np.uint32]], None]  # as logit_edits.apply_masks
+
+NOTHING_ALLOWED = "no token is allowed"
+NOT_FINITE = "the model's logits are not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +63,12 @@ def sample_rows(
     slots: Slots,
     sampler: Sampler,
     outcome: Outcome,
+    forbid: MaskApplier = apply_masks,
 ) -> None:
     """Draw one token for each sampling row; logits float32 [S, vocab], `slots.computed` already counts this step."""
     who = rows.slots[rows.sampling]
     positions = slots.computed[who]
-    raw, edited = _edit(logits, who, positions, masks, slots)
+    raw, edited = _edit(logits, who, positions, masks, slots, forbid)
     tokens, fit = sampler.sample(edited, slots.sampling.rows(who, positions))
     _drop_failed(who, tokens, fit, outcome)
     if not fit.all():
@@ -74,8 +79,14 @@ def sample_rows(
     outcome.tokens[rows.outputs] = tokens
 
 
+def may_stop(slots: Slots, slot: int, position: int) -> bool:
+    """Whether a stop token drawn at `position` ends the slot's answer."""
+    edits = slots.edits[slot]
+    return edits is None or not edits.forbids_stop(position)
+
+
 def _edit(
-    logits: torch.Tensor, who: Ints, positions: Ints, masks: MaskRows | None, slots: Slots
+    logits: torch.Tensor, who: Ints, positions: Ints, masks: MaskRows | None, slots: Slots, forbid: MaskApplier
 ) -> tuple[torch.Tensor, torch.Tensor]:
     edited = np.flatnonzero(slots.edited[who]).tolist()
     if not edited and masks is None:
@@ -92,7 +103,7 @@ def _edit(
             for p in plans
         ]
         apply_edits(logits, plans)
-        apply_masks(logits, masks.rows, masks.words)
+        forbid(logits, masks.rows, masks.words)
     else:
         apply_edits(logits, plans)
     return raw, logits
@@ -105,9 +116,7 @@ def _drop_failed(who: Ints, tokens: Ints, fit: NDArray[np.bool_], outcome: Outco
 
 def _why_unfit(raw: torch.Tensor, row: int) -> str:
     peak = raw[row].amax()
-    return (
-        "no token is allowed" if bool(peak.isfinite()) or peak == float("-inf") else "the model's logits are not finite"
-    )
+    return NOTHING_ALLOWED if bool(peak.isfinite()) or peak == float("-inf") else NOT_FINITE
 
 
 def _score(
@@ -128,8 +137,7 @@ def _settle(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:
     slots.ended[who] |= slots.remaining[who] <= 0
     for row, (slot, token) in enumerate(zip(who.tolist(), tokens.tolist(), strict=True)):
         if token in slots.stops[slot]:
-            edits = slots.edits[slot]
-            slots.ended[slot] |= edits is None or not edits.forbids_stop(int(positions[row]))
+            slots.ended[slot] |= may_stop(slots, slot, int(positions[row]))
     for row in np.flatnonzero(slots.edited[who]).tolist():
         edits = slots.edits[int(who[row])]
         if edits is not None and edits.history is not None and tokens[row] >= 0:

@@ -1,0 +1,101 @@
+"""The engine in two halves answers what the engine of the host does, whatever is under way meanwhile."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gpu_worker.cuda.device import HostDevice
+from services.gpu_worker.cuda.engine import DEPTH, PipelinedEngine
+from services.gpu_worker.cuda.launched import Launched
+from shared.messages.step import StepResult
+from tests.gpu_worker.step_stories import BROKEN, CONTEXT, PAGES_EACH, SLOTS, Story, Writer
+from tests.gpu_worker.toy_engine import Bench
+
+
+def without_times(result: StepResult) -> StepResult:
+    return msgspec.structs.replace(result, forward_ms=0.0, mask_wait_ms=0.0, queue_ms=0.0)
+
+
+class Player:
+    """Runs a story through a pipelined engine, launching ahead as often as `eagerness` says."""
+
+    def __init__(self, story: Story, eagerness: float, seed: int = 0) -> None:
+        self.bench = Bench(SLOTS, SLOTS * PAGES_EACH, CONTEXT, 64)
+        self.bench.runner.broken_tokens = {BROKEN}
+        self.engine = PipelinedEngine(self.bench.engine, HostDevice())
+        self._story = story
+        self._eagerness = eagerness
+        self._random = random.Random(seed)
+        self._flight: deque[Launched] = deque()
+        self.results: list[StepResult] = []
+        self.events: Counter[str] = Counter()
+
+    def play(self) -> list[StepResult]:
+        for command in self._story.commands:
+            while len(self._flight) >= DEPTH or self.engine.must_complete_before(command):
+                self._complete()
+            if self._flight:
+                self.events["ahead"] += 1
+            self._flight.append(self.engine.launch(command))
+            self.events["deferred"] += self._flight[-1].deferred
+            while self._flight and self._random.random() > self._eagerness:
+                self._complete()
+        while self._flight:
+            self._complete()
+        return self.results
+
+    def _complete(self) -> None:
+        step = self._flight.popleft()
+        self.results.append(self.engine.complete(step, self._story.masks.__getitem__, incarnation=7))
+        self.events["skipped"] += sum(len(later.skipped) for later in self._flight)
+
+
+def same_slots(one: Any, other: Any) -> None:
+    """What of two engines' slots later steps depend on."""
+    for slot in range(SLOTS):
+        assert one.is_open[slot] == other.is_open[slot]
+        if not one.is_open[slot]:
+            continue
+        for name in ("ended", "lagging", "computed", "page_counts", "remaining"):
+            assert getattr(one, name)[slot] == getattr(other, name)[slot], (slot, name)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+def test_two_halves_are_the_whole(seed: int, eagerness: float) -> None:
+    writer = Writer(seed)
+    story = writer.write(25)
+    player = Player(story, eagerness, seed)
+    for ours, theirs in zip(player.play(), story.results, strict=True):
+        assert without_times(ours) == without_times(theirs)
+    same_slots(player.engine.slots, writer._bench.engine.slots)
+
+
+def test_stories_reach_what_they_are_for() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(40):
+        story = Writer(seed).write(25)
+        player = Player(story, 1.0, seed)
+        player.play()
+        seen += player.events
+        seen["errors"] += sum(len(result.errors) for result in story.results)
+        seen["copies"] += sum(bool(command.page_copies) for command in story.commands)
+        seen["masked"] += sum(bool(command.masked_slots) for command in story.commands)
+        seen["scores"] += sum(len(result.scores) + len(result.prompt_scores) for result in story.results)
+    assert min(seen[name] for name in ("ahead", "deferred", "skipped", "errors", "copies", "masked", "scores")) >= 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_of_a_step_is_awaited_before_it_is_complete(seed: int) -> None:
+    story = Writer(seed).write(10)
+    player = Player(story, 1.0)
+    player.play()
+    player.engine.reset()
+    assert not player.engine.slots.is_open.any()
