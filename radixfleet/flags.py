@@ -82,6 +82,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         _text("--quantization", "how weights are kept: int8 reads half of bf16's bytes (CPU) [none]", ("none", "int8"),
               w8a16="int8"),
+        _text("--kv-cache-dtype", "of K and V: the weights' dtype, or 8 bits, so that twice as many fit [auto]",
+              ("auto", "fp8_e4m3"), fp8="fp8_e4m3"),
         _text("--model-impl", "own decoder or transformers' [auto]", ("auto", "own", "transformers")),
         _int("--context-length", "longest prompt plus answer in tokens [the model's]"),
         _text("--sampling-defaults", "defaults of the model folder or OpenAI's [model]", ("model", "openai")),
@@ -180,7 +182,6 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
 # Flags of other servers that ask for what is the case here anyway; another value is refused.
 ALWAYS: dict[str, tuple[str, ...]] = {
     "--tokenizer-mode": ("auto",),
-    "--kv-cache-dtype": ("auto",),
     "--radix-eviction-policy": ("lru",),
     "--grammar-backend": ("auto", "llguidance"),
     "--pp-size": ("1",),

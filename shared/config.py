@@ -128,6 +128,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     model_impl: typing.Literal["auto", "own", "transformers"] = "auto"
     attention_backend: typing.Literal["auto", "native", "reference"] = "auto"
     moe_backend: typing.Literal["auto", "flashinfer", "torch"] = "auto"
+    kv_cache_dtype: typing.Literal["auto", "fp8_e4m3"] = "auto"
     page_size: Positive = DEFAULT_PAGE_SIZE
     mem_fraction_static: Annotated[float, Meta(gt=0, le=1)] = 0.6
     max_total_tokens: NonNegative = 0  # KV pool in tokens; 0: from free memory

@@ -1,19 +1,32 @@
-"""The paged K/V tensors of one worker and the copying of pages. Leaves which page is whose to the scheduler."""
+"""The paged K/V tensors of one worker and the copying of pages. Leaves which page is whose to the scheduler.
+
+In 8 bits (e4m3) a layer's K and V have a scale each: what is stored, times the scale, is what was meant. What does not
+fit is stored as the largest number that does; the format itself would make it NaN.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import mmap
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 
 import torch
 
 KV_LAYOUT = "HND"
+FP8 = torch.float8_e4m3fn
+FP8_LIMIT = float(torch.finfo(FP8).max)
+
+Scales = Sequence[tuple[float, float]]
+"""Of K and V, per layer."""
 
 
 class KVCache:
-    """`layers[l]` is [num_pages, 2, kv_heads, page_size, head_dim]; index 0 of the second axis is K, 1 is V."""
+    """`layers[l]` is [num_pages, 2, kv_heads, page_size, head_dim]; index 0 of the second axis is K, 1 is V.
+
+    `scales`: fp32 [num_layers, 2] on the host, for a cache of 8 bits; else None.
+    """
 
     def __init__(
         self,
@@ -24,11 +37,13 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: Scales = (),
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_pages, 2, kv_heads, page_size, head_dim)
         self.layers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        self.scales = torch.tensor(scales or [(1.0, 1.0)] * num_layers) if dtype == FP8 else None
         self.page_copier: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # a backend's faster copy_pages
 
     @staticmethod
@@ -40,7 +55,31 @@ class KVCache:
         if self.page_copier is not None:
             return self.page_copier(sources, targets)
         for layer in self.layers:
-            layer[targets] = layer[sources]
+            pages = as_bytes(layer)
+            pages[targets] = pages[sources]
+
+    @property
+    def format(self) -> str:
+        """What a page's bytes mean beyond its shape; pages only go where it is the same."""
+        return kv_format(self.layers[0].dtype, [] if self.scales is None else self.scales.tolist())
+
+
+def kv_format(dtype: torch.dtype, scales: Scales = ()) -> str:
+    """The dtype's name; for scaled values with a checksum of the scales, unless all are 1."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype != FP8 or all(scale == 1.0 for pair in scales for scale in pair):
+        return name
+    return f"{name}/{zlib.crc32(torch.tensor(scales).numpy().tobytes()):08x}"
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory for copying: not all operations know numbers of 8 bits."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+
+
+def to_fp8(values: torch.Tensor, scale: float) -> torch.Tensor:
+    """values / scale in 8 bits; what is too large becomes the largest number."""
+    return (values.float() / scale).clamp(-FP8_LIMIT, FP8_LIMIT).to(FP8)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

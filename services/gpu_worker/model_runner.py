@@ -12,7 +12,7 @@ import torch
 from services.gpu_worker.attention.base import AttentionBackend
 from services.gpu_worker.attention.select import attention_backend as select_backend
 from services.gpu_worker.batch import ForwardBatch
-from services.gpu_worker.kv_cache import KVCache
+from services.gpu_worker.kv_cache import FP8, KVCache, kv_format
 from services.gpu_worker.layers.moe_fused import MoeBackend
 from services.gpu_worker.models.config import ModelConfig, ModelError, ModelFolder, UnsupportedModel, read_folder
 from services.gpu_worker.models.families import read_decoder_config
@@ -20,6 +20,7 @@ from services.gpu_worker.models.loading import LoadFormat, LoadOptions, Model, Q
 from services.gpu_worker.parallel.group import TensorGroup
 
 ModelImpl = Literal["auto", "own", "transformers"]
+KvCacheDtype = Literal["auto", "fp8_e4m3"]
 
 log = structlog.get_logger()
 
@@ -65,17 +66,30 @@ class LoadedModel:
     model: Model
     device: torch.device
     attention_backend: str
+    kv_dtype: torch.dtype
 
     def kv_bytes_per_page(self, page_size: int) -> int:
         """Bytes of one page over all layers."""
         config = self.config
-        return KVCache.bytes_per_page(config.num_layers, page_size, config.kv_heads, config.head_dim, config.dtype)
+        return KVCache.bytes_per_page(config.num_layers, page_size, config.kv_heads, config.head_dim, self.kv_dtype)
+
+    @property
+    def kv_format(self) -> str:
+        """What pages hold; they move only between workers, or lives of one, where it is the same."""
+        return kv_format(self.kv_dtype, self.config.kv_scales)
 
     def build_runner(self, num_pages: int, page_size: int, max_batched_tokens: int) -> ModelRunner:
         """Allocate the cache and plug the attention in. Raises ModelError if the backend is not available."""
         config = self.config
         kv_cache = KVCache(
-            config.num_layers, num_pages, page_size, config.kv_heads, config.head_dim, config.dtype, self.device
+            config.num_layers,
+            num_pages,
+            page_size,
+            config.kv_heads,
+            config.head_dim,
+            self.kv_dtype,
+            self.device,
+            config.kv_scales,
         )
         attention = select_backend(self.attention_backend, kv_cache, config)
         return ModelRunner(config, self.model, kv_cache, attention, max_batched_tokens)
@@ -94,6 +108,7 @@ def load_model(
     quantization: Quantization = "none",
     group: TensorGroup | None = None,
     moe_backend: MoeBackend = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
 ) -> LoadedModel:
     """Weights of the folder `model_path` on `device`; dtype None takes the folder's, context_length 0 the model's.
 
@@ -101,7 +116,7 @@ def load_model(
     """
     started = time.monotonic()
     folder = read_folder(model_path)
-    native = attention_backend != "reference"
+    native = attention_backend != "reference" and kv_cache_dtype == "auto"
     options = LoadOptions(
         device, dtype, load_format, context_length, deterministic, native, quantization, group, moe_backend
     )
@@ -112,10 +127,12 @@ def load_model(
         implementation=config.implementation,
         dtype=str(config.dtype).removeprefix("torch."),
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         context=config.max_context,
         seconds=round(time.monotonic() - started, 2),
     )
-    return LoadedModel(config, model, device, attention_backend)
+    kv_dtype = config.dtype if kv_cache_dtype == "auto" else FP8
+    return LoadedModel(config, model, device, attention_backend, kv_dtype)
 
 
 def _load(folder: ModelFolder, options: LoadOptions, model_impl: ModelImpl) -> tuple[ModelConfig, Model]:

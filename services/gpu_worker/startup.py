@@ -105,7 +105,7 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
         max_inflight_steps=config.max_inflight_steps,
         vocab_size=model.config.vocab_size,
         device=_name_of(device),
-        kv_dtype=str(model.config.dtype).removeprefix("torch."),
+        kv_dtype=model.kv_format,
         kv_layout=KV_LAYOUT,
         kv_bytes_per_page=wish.bytes_per_page * config.tp_size,
         tp_size=config.tp_size,
@@ -150,6 +150,7 @@ def _load(config: WorkerConfig, device: torch.device, group: TensorGroup | None)
         deterministic=config.deterministic,
         quantization=config.quantization,
         moe_backend=config.moe_backend,
+        kv_cache_dtype=config.kv_cache_dtype,
         group=group,
     )
 

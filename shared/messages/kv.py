@@ -30,6 +30,7 @@ class KvChunk(Message, frozen=True, tag=42):
     count: int
     last: bool
     checksum: int
+    format: str = ""  # dtype, and for scaled values which scales
 
 
 class KvReady(Message, frozen=True, tag=47):

@@ -149,6 +149,7 @@ async def test_a_target_that_is_not_there_can_be_given_up(make: Make, tmp_path: 
         {"count": -1},
         {"count": 0},
         {"last": False, "count": 5},
+        {"format": "float16"},
     ],
 )
 async def test_spoilt_chunks_fail_their_transfer_and_write_nothing(make: Make, spoil: dict[str, Any]) -> None:
@@ -158,6 +159,7 @@ async def test_spoilt_chunks_fail_their_transfer_and_write_nothing(make: Make, s
     await target.next()
     data = bytes(PageIO(target.cache).page_bytes)
     fields: dict[str, Any] = {"transfer_id": 1, "first": 0, "count": 1, "last": True, "checksum": zlib.crc32(data)}
+    fields["format"] = "float32"
     header = msgspec.msgpack.encode(KvChunk(**{**fields, **spoil}))
     with zmq.Context.instance().socket(zmq.PUSH) as push:
         push.connect(target.transfers.endpoints[0])

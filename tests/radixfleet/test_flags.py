@@ -108,7 +108,7 @@ def test_flags_win_over_the_environment() -> None:
 
 
 def test_what_is_the_case_anyway_is_accepted_and_does_nothing() -> None:
-    words = ["--trust-remote-code", "--pp-size", "1", "--schedule-conservativeness", "0.8", "--kv-cache-dtype", "auto"]
+    words = ["--trust-remote-code", "--pp-size", "1", "--schedule-conservativeness", "0.8", "--grammar-backend", "auto"]
     assert parse(words, environ={}) == ServeOptions()
 
 

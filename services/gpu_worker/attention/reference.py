@@ -9,7 +9,7 @@ import torch
 
 from services.gpu_worker.attention.base import AttentionSpec
 from services.gpu_worker.batch import ForwardBatch
-from services.gpu_worker.kv_cache import KVCache
+from services.gpu_worker.kv_cache import KVCache, as_bytes, to_fp8
 
 QUERY_BLOCK = 64  # bounds the scores tensor of a long prefill
 
@@ -54,22 +54,29 @@ class ReferenceAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """Shapes as in AttentionBackend."""
-        cache = self._cache.layers[layer]
-        cache[self._slot_pages, 0, :, self._slot_offsets] = k
-        cache[self._slot_pages, 1, :, self._slot_offsets] = v
+        cache, scales = self._cache.layers[layer], self._scales(layer)
+        for index, values in enumerate((k, v)):
+            stored = values if scales is None else to_fp8(values, scales[index])
+            as_bytes(cache)[self._slot_pages, index, :, self._slot_offsets] = as_bytes(stored)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for block in self._blocks:
-            out[block.start : block.stop] = self._attend(cache, q[block.start : block.stop], block, spec)
+            out[block.start : block.stop] = self._attend(layer, q[block.start : block.stop], block, spec)
         return out
 
-    def _attend(self, cache: torch.Tensor, q: torch.Tensor, block: _QueryBlock, spec: AttentionSpec) -> torch.Tensor:
+    def _scales(self, layer: int) -> list[float] | None:
+        return None if self._cache.scales is None else self._cache.scales[layer].tolist()
+
+    def _attend(self, layer: int, q: torch.Tensor, block: _QueryBlock, spec: AttentionSpec) -> torch.Tensor:
+        cache, scales = self._cache.layers[layer], self._scales(layer)
         queries, heads, dim = q.shape
         kv_heads, size = cache.shape[2], cache.shape[3]
         lowest = max(block.first - spec.sliding_window + 1, 0) if spec.sliding_window else 0
         skipped = lowest // size  # pages wholly outside every query's window
-        gathered = cache[block.page_table[skipped:]]
+        gathered = as_bytes(cache)[block.page_table[skipped:]].view(cache.dtype)
         self.kv_bytes_read += gathered.nbytes
         pages = gathered.float()
+        if scales is not None:
+            pages *= torch.tensor(scales, device=pages.device).view(2, 1, 1, 1)
         base = skipped * size  # position of the first key gathered
         length = block.last + 1 - base
         keys, values = (pages[:, i].transpose(0, 1).reshape(kv_heads, -1, dim)[:, :length] for i in (0, 1))

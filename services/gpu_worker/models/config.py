@@ -43,6 +43,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     attention: tuple[AttentionSpec, ...]  # one per layer
     deterministic: bool = False
+    kv_scales: tuple[tuple[float, float], ...] = ()  # per layer of K and V, for a cache of 8 bits; none: 1
 
 
 @dataclass(frozen=True, slots=True)

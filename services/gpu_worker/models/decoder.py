@@ -21,6 +21,7 @@ from services.gpu_worker.layers.moe import ExpertsMaker, SparseMlp
 from services.gpu_worker.layers.norm import rms_norm
 from services.gpu_worker.layers.rotary import Rotary, rotate
 from services.gpu_worker.models.families import DecoderConfig
+from services.gpu_worker.models.kv_scales import is_kv_scale
 from services.gpu_worker.models.native_step import NativeStep
 from services.gpu_worker.parallel.group import TensorGroup
 from services.gpu_worker.parallel.sharding import Shard
@@ -174,8 +175,10 @@ class Decoder:
         return self._shard.whole_shape(name, target.shape)
 
     def ignorable(self, name: str) -> bool:
-        """Tensors a checkpoint may have beyond `targets`: a copy of the tied head, buffers old exporters wrote."""
-        return (name == "lm_head.weight" and self.config.tied) or _OLD_ROPE_BUFFER.fullmatch(name) is not None
+        """Tensors a checkpoint may have beyond `targets`: a copy of the tied head, old buffers, scales of K and V."""
+        if name == "lm_head.weight" and self.config.tied:
+            return True
+        return _OLD_ROPE_BUFFER.fullmatch(name) is not None or is_kv_scale(name)
 
     def finish_loading(
         self, kernels: Library | None = None, *, int8: bool = False, make_experts: ExpertsMaker | None = None

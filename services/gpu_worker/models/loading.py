@@ -16,6 +16,7 @@ from services.gpu_worker.models.config import ModelConfig, ModelError, ModelFold
 from services.gpu_worker.models.decoder import Decoder, attention_spec
 from services.gpu_worker.models.dummy import fill_random
 from services.gpu_worker.models.families import DecoderConfig
+from services.gpu_worker.models.kv_scales import read_kv_scales
 from services.gpu_worker.models.native_step import native_kernels
 from services.gpu_worker.parallel.group import TensorGroup
 
@@ -83,6 +84,7 @@ def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) 
         eos_ids=folder.eos_ids(),
         attention=tuple(attention_spec(decoder, layer) for layer in range(decoder.num_layers)),
         deterministic=options.deterministic,
+        kv_scales=() if checkpoint is None else read_kv_scales(checkpoint, decoder.num_layers),
     )
     return config, model
 

@@ -80,6 +80,8 @@ class Incoming:
             return None
 
     def _write(self, awaited: _Incoming, header: KvChunk, data: memoryview) -> None:
+        if header.format != self._pages.format:
+            raise BadChunk(header.transfer_id, f"pages of {header.format}, the cache here is {self._pages.format}")
         end = header.first + header.count
         in_order = header.first == awaited.received and header.count > 0 and end <= len(awaited.pages)
         if not in_order or len(data) != header.count * self._pages.page_bytes:

@@ -62,7 +62,7 @@ def send_chunk(outgoing: Outgoing, socket: zmq.Socket[bytes], pages: PageIO) -> 
     first = outgoing.sent
     data = pages.read(outgoing.pages[first : first + count]).reshape(-1).data
     last = first + count == len(outgoing.pages)
-    header = KvChunk(outgoing.transfer_id, first, count, last, zlib.crc32(data))
+    header = KvChunk(outgoing.transfer_id, first, count, last, zlib.crc32(data), pages.format)
     try:
         socket.send_multipart([_encoder.encode(header), data], zmq.NOBLOCK, copy=False)
     except zmq.Again:
