@@ -1,7 +1,7 @@
 """What the scheduler orders of the tiers. Leaves host memory and files to `host` and `disk`.
 
-KvStore  in the compute thread, in its place among the steps: reads the pages before they are written again;
-         what is for the disk goes on to the thread of the tiers
+KvStore  begins in the compute thread, in its place among the steps: the pages are read before they are written again;
+         in the thread of the tiers they are waited for and kept, in the order of the commands
 KvLoad   in the thread of the tiers, beside the steps: writes pages that no step knows yet
 """
 
@@ -18,7 +18,7 @@ import structlog
 from services.gpu_worker.compute import ComputeThread
 from services.gpu_worker.tiers.disk import DiskTier
 from services.gpu_worker.tiers.host import HostTier
-from services.gpu_worker.transfer.page_io import Bytes, PageIO
+from services.gpu_worker.transfer.page_io import Bytes, PageIO, PendingRead
 from shared import ints
 from shared.messages.kv import KvDone, KvInventory, KvLoad, KvStore, KvStored
 
@@ -94,24 +94,14 @@ class TierService:
     def _store(self, order: KvStore, life: int) -> None:
         if life != self._life:
             return
+        reading: PendingRead | None = None
         try:
-            sources, slots = ints.unpack(order.pages).tolist(), ints.unpack(order.slots).tolist()
-            if order.source == "host":
-                if self._host is None:
-                    raise IndexError("there is no host tier")
-                data = self._host.get(sources)
-            else:
-                data = self._pages.read(sources)
-            if order.tier == "disk":
-                self._put(_LATER, lambda: self._write_files(order, slots, data, life))
-                return
-            if self._host is None:
-                raise IndexError("there is no host tier")
-            self._host.put(slots, data)
+            if order.source == "device":
+                reading = self._pages.start_read(ints.unpack(order.pages).tolist())
         except Exception as error:
             self._stored(order, life, error)
         else:
-            self._stored(order, life)
+            self._put(_FIRST, lambda: self._keep(order, reading, life))
 
     def _stored(self, order: KvStore, life: int, error: Exception | None = None) -> None:
         if error is not None:
@@ -130,6 +120,30 @@ class TierService:
 
     def _put(self, priority: int, job: Callable[[], None] | None) -> None:
         self._jobs.put((priority, next(self._numbers), job))
+
+    def _keep(self, order: KvStore, reading: PendingRead | None, life: int) -> None:
+        if life != self._life:
+            return
+        try:
+            slots = ints.unpack(order.slots).tolist()
+            data = reading.result() if reading is not None else self._from_host(ints.unpack(order.pages).tolist())
+            if data.shape[1] != len(slots):
+                raise IndexError(f"{data.shape[1]} pages for {len(slots)} slots")
+            if order.tier == "disk":
+                self._put(_LATER, lambda: self._write_files(order, slots, data, life))
+                return
+            if self._host is None:
+                raise IndexError("there is no host tier")
+            self._host.put(slots, data)
+        except Exception as error:
+            self._stored(order, life, error)
+        else:
+            self._stored(order, life)
+
+    def _from_host(self, slots: list[int]) -> Bytes:
+        if self._host is None:
+            raise IndexError("there is no host tier")
+        return self._host.get(slots)
 
     def _write_files(self, order: KvStore, slots: list[int], data: Bytes, life: int) -> None:
         try:
@@ -156,9 +170,7 @@ class TierService:
     def _bring_back(self, order: KvLoad, life: int) -> None:
         slots, pages = ints.unpack(order.slots).tolist(), ints.unpack(order.pages).tolist()
         if order.tier == "host":
-            if self._host is None:
-                raise IndexError("there is no host tier")
-            pieces: list[tuple[list[int], bytes | Bytes]] = [(pages, self._host.get(slots))]
+            pieces: list[tuple[list[int], bytes | Bytes]] = [(pages, self._from_host(slots))]
         else:
             if self._disk is None:
                 raise IndexError("there is no disk tier")

@@ -1,0 +1,168 @@
+"""Whole pages between a GPU's cache and pinned memory, on a stream beside the steps. Leaves whose they are to callers.
+
+compute   step t ----------> step t+1 (may write the pages again)
+             \\              /          after_compute, before_compute: the device waits, no thread does
+side          gather ------x--> to pinned memory --> mark: whoever wants the bytes waits for it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Ints = NDArray[np.int64]
+
+PIECE_BYTES = 64 << 20
+"""Gathered on the device at once; of a longer read the steps wait for all pieces but the last to be copied out."""
+
+
+class Mark(Protocol):
+    """A place in the side stream."""
+
+    def synchronize(self) -> None:
+        """Hold the calling thread until the device has come to it."""
+        ...
+
+
+class SideStream(Protocol):
+    """A stream beside the compute stream, which is the current stream of the thread that runs the steps."""
+
+    def after_compute(self) -> None:
+        """What is run from now on sees all that was enqueued in the current stream."""
+        ...
+
+    def before_compute(self) -> None:
+        """What the current stream is given from now on comes after all that was run here."""
+        ...
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Enqueue what `job` does on the device."""
+        ...
+
+    def mark(self) -> Mark: ...
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """uint8 [size] of host memory."""
+        ...
+
+
+class CudaSideStream:
+    """The real one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def after_compute(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def before_compute(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def run(self, job: Callable[[], None]) -> None:
+        with torch.cuda.stream(self._stream):
+            job()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # waiting for it leaves the core to others
+        event.record(self._stream)
+        return event
+
+    def pinned(self, size: int) -> torch.Tensor:
+        # From torch's cache of pinned memory, which takes it back once nothing uses it any more.
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRead:
+    """A read under way."""
+
+    _pinned: torch.Tensor  # uint8 [layers, n, bytes]
+    _mark: Mark
+
+    def result(self) -> Bytes:
+        """The bytes, which live as long as the array does. Waits until they are there."""
+        self._mark.synchronize()
+        data: Bytes = self._pinned.numpy()
+        return data
+
+
+class DevicePages:
+    """The pages of `layers`, each [num_pages, ...] and contiguous. Any thread may call it."""
+
+    def __init__(self, layers: list[torch.Tensor], side: SideStream) -> None:
+        self._layers = [_words(layer) for layer in layers]
+        self._layer_bytes = self._layers[0][0].nbytes
+        self._side = side
+
+    @torch.no_grad()
+    def start_read(self, pages: Ints, *, ordered: bool) -> DeviceRead:
+        """Begin to read these pages. `ordered`: as one of the steps, in the thread that runs them.
+
+        Then the pages are read as the steps enqueued so far leave them, and no later step writes them before. Else
+        they must be pages that no step under way writes.
+        """
+        shape = (len(self._layers), len(pages), self._layer_bytes)
+        out = self._side.pinned(shape[0] * shape[1] * shape[2]).view(shape)
+        if ordered:
+            self._side.after_compute()
+        pieces = list(self._pieces(len(pages)))
+        for piece in pieces:
+            staged: list[torch.Tensor] = []
+            self._side.run(lambda piece=piece, staged=staged: staged.append(self._gather(pages[piece])))  # type: ignore[misc]
+            if ordered and piece is pieces[-1]:
+                self._side.before_compute()
+            self._side.run(lambda piece=piece, staged=staged: _copy_out(staged.pop(), out[:, piece]))  # type: ignore[misc]
+        return DeviceRead(out, self._side.mark())
+
+    @torch.no_grad()
+    def write(self, pages: Ints, rows: Bytes) -> None:
+        """rows uint8 [layers, n, bytes] into pages that no step knows yet; they are there when this returns.
+
+        So whoever hears of it may use them in any stream.
+        """
+        for piece in self._pieces(len(pages)):
+            part = rows[:, piece]
+            pinned = self._side.pinned(part.size).view(part.shape)
+            np.copyto(pinned.numpy(), part)
+            self._side.run(lambda piece=piece, pinned=pinned: self._scatter(pages[piece], pinned))  # type: ignore[misc]
+            self._side.mark().synchronize()
+
+    def _pieces(self, count: int) -> Iterator[slice]:
+        size = max(1, PIECE_BYTES // (self._layer_bytes * len(self._layers)))
+        return (slice(first, first + size) for first in range(0, count, size))
+
+    def _gather(self, pages: Ints) -> torch.Tensor:
+        """The pages side by side on the device, [layers, n, words]."""
+        device = self._layers[0].device
+        where = torch.from_numpy(pages).to(device)
+        first = self._layers[0]
+        staged = torch.empty((len(self._layers), len(pages), first.shape[1]), dtype=first.dtype, device=device)
+        for layer, out in zip(self._layers, staged, strict=True):
+            torch.index_select(layer, 0, where, out=out)
+        return staged
+
+    def _scatter(self, pages: Ints, pinned: torch.Tensor) -> None:
+        device = self._layers[0].device
+        where = torch.from_numpy(pages).to(device)
+        staged = pinned.to(device, non_blocking=True).view(self._layers[0].dtype)
+        for layer, source in zip(self._layers, staged, strict=True):
+            layer.index_copy_(0, where, source)
+
+
+def _copy_out(staged: torch.Tensor, out: torch.Tensor) -> None:
+    # Part by part contiguous on both sides: else torch would go through memory that is not pinned.
+    for source, target in zip(staged.view(torch.uint8), out, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _words(layer: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers [num_pages, words]: not all operations know all dtypes."""
+    rows = layer.view(layer.shape[0], -1).view(torch.uint8)
+    return rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows
