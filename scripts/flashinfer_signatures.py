@@ -26,7 +26,7 @@ WANTED = {
         "BatchPrefillWithPagedKVCacheWrapper.run",
     ],
     "page": ["append_paged_kv_cache"],
-    "cascade": ["merge_state"],
+    "cascade": ["merge_state_in_place"],
 }
 
 

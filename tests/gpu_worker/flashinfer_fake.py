@@ -74,17 +74,22 @@ class FakeFlashInfer:
         require(len(a["batch_indices"]) == len(a["positions"]) == len(k), "not one position a token")
         self.record(lambda: _append(a))
 
-    def merge_state(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        a = bind("merge_state", *args, **kwargs)
-        self.calls.append("merge_state")
-        va, sa, vb, sb = (a[name] for name in ("v_a", "s_a", "v_b", "s_b"))
-        require(all(t.is_contiguous() for t in (va, sa, vb, sb)), "a state is not contiguous")
-        require(va.shape == vb.shape and sa.shape == sb.shape == va.shape[:2], "states of different shapes")
-        require(va.dtype == vb.dtype and va.dtype in self.dtypes, f"states in {va.dtype}")
-        require(sa.dtype == sb.dtype == torch.float32, "log-sum-exps that are not float32")
-        total = torch.logaddexp2(sa, sb)
-        merged = va.float() * torch.exp2(sa - total)[..., None] + vb.float() * torch.exp2(sb - total)[..., None]
-        return merged.to(va.dtype), total
+    def merge_state_in_place(self, *args: Any, **kwargs: Any) -> None:
+        a = bind("merge_state_in_place", *args, **kwargs)
+        self.calls.append("merge_state_in_place")
+        v, s, other, s_other = (a[name] for name in ("v", "s", "v_other", "s_other"))
+        require(all(t.is_contiguous() for t in (v, s, other, s_other)), "a state is not contiguous")
+        require(v.shape == other.shape and s.shape == s_other.shape == v.shape[:2], "states of different shapes")
+        require(v.dtype == other.dtype and v.dtype in self.dtypes, f"states in {v.dtype}")
+        require(s.dtype == s_other.dtype == torch.float32, "log-sum-exps that are not float32")
+        require(a["mask"] is None, "not faked")
+        self.record(lambda: _merge(v, s, other, s_other))
+
+
+def _merge(v: torch.Tensor, s: torch.Tensor, other: torch.Tensor, s_other: torch.Tensor) -> None:
+    total = torch.logaddexp2(s, s_other)
+    v.copy_(v.float() * torch.exp2(s - total)[..., None] + other.float() * torch.exp2(s_other - total)[..., None])
+    s.copy_(total)
 
 
 def _append(a: dict[str, Any]) -> None:

@@ -39,21 +39,31 @@ class CascadeCosts:
         """Bytes that reading `keys` shared keys once saves, less what merging costs; launches not counted."""
         return (rows - 1) * keys * self.bytes_per_key - 4 * rows * self.bytes_per_row
 
-    def launches(self, grouped: int, decode_rows: int) -> int:
-        """Kernels more: shared level and merge; where only some rows are grouped, three gathers and one scatter."""
-        return 2 if grouped == decode_rows else 6
+    def launches(self, *, in_order: bool) -> int:
+        """Kernels more: shared level and merge; where rows must be put in order, a gather before and one after."""
+        return 2 if in_order else 4
 
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
     """The two levels of a batch's decode rows."""
 
-    rows: Int32s  # [m], the grouped rows, group after group
-    qo_indptr: Int32s  # [g + 1] into `rows`
+    order: Int32s  # [decode rows]: the grouped rows, group after group, then the others
+    grouped: int  # so many of `order` are in groups
+    qo_indptr: Int32s  # [g + 1], where each group begins in `order`
     shared: PageLists  # one row a group
     shared_keys: int  # of all groups
     skip: Int32s  # [decode rows], pages of each row that the shared level reads
-    covers: bool  # `rows` is 0, 1, ... decode rows - 1, so nothing needs to be gathered
+
+    @property
+    def in_order(self) -> bool:
+        """Whether `order` is 0, 1, ... so that nothing needs to be moved."""
+        return bool((self.order[:-1] < self.order[1:]).all())
+
+    def private(self, host: HostColumns, page_size: int) -> PageLists:
+        """What is left of the rows' pages, in `order`."""
+        order = self.order
+        return page_lists(host.page_tables[order], host.kv_lengths[order], page_size, self.skip[order])
 
 
 def choose(
@@ -85,21 +95,21 @@ def choose(
             gain += saved
             skip[left] = pages
             taken.append(left)
-    grouped = sum(map(len, taken))
-    if gain <= costs.launches(grouped, decode_rows) * costs.bytes_per_launch:
+    if gain <= costs.launches(in_order=True) * costs.bytes_per_launch:
         return None
-    return _cut(host, taken, skip, page_size)
+    cascade = _cut(host, taken, skip, page_size)
+    return cascade if gain > costs.launches(in_order=cascade.in_order) * costs.bytes_per_launch else None
 
 
 def _cut(host: HostColumns, taken: list[Int32s], skip: Int32s, page_size: int) -> Cascade:
-    rows = np.concatenate(taken)
     first = np.array([members[0] for members in taken])
     lengths = skip[first] * page_size
+    others = np.flatnonzero(skip == 0).astype(np.int32)
     return Cascade(
-        rows=rows,
+        order=np.concatenate([*taken, others]),
+        grouped=sum(map(len, taken)),
         qo_indptr=np.cumsum([0, *map(len, taken)], dtype=np.int32),
         shared=page_lists(host.page_tables[first], lengths, page_size),
         shared_keys=int(lengths.sum()),
         skip=skip,
-        covers=len(rows) == len(skip) and bool((rows == np.arange(len(rows))).all()),
     )

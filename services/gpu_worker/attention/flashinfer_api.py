@@ -120,9 +120,9 @@ class FlashInferApi(Protocol):
         kv_layout: str,
     ) -> None: ...
 
-    def merge_state(
-        self, v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def merge_state_in_place(
+        self, v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor
+    ) -> None: ...
 
 
 def import_flashinfer() -> FlashInferApi:

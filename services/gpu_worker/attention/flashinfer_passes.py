@@ -62,7 +62,8 @@ class SpecPass:
         self._shared: PrefillWrapper | None = None  # made where the first cascade pays
         self._decode_rows = 0
         self._cascade: Cascade | None = None
-        self._cascade_rows = torch.empty(0, dtype=torch.int64)
+        self._order: torch.Tensor | None = None  # of the cascade's rows, and back; None where it is theirs
+        self._place: torch.Tensor | None = None
         self.keys = 0  # read by one layer of the planned step
 
     def _prefill_wrapper(self) -> PrefillWrapper:
@@ -87,16 +88,16 @@ class SpecPass:
 
     def _plan_shared(self, cascade: Cascade, host: HostColumns) -> PlannedPages:
         """Plans the shared level; what is left of the decode rows' pages is returned."""
-        shape, split = self._shape, self._decode_rows
+        shape = self._shape
         self._shared = self._shared or self._prefill_wrapper()
         queries = pinned(cascade.qo_indptr, shape.device)
         self._plan_prefill(self._shared, queries, PlannedPages.of(cascade.shared, shape.device), causal=False)
-        if not cascade.covers:
-            self._cascade_rows = upload(cascade.rows, shape.device).long()
-        read_alone = int(cascade.skip.sum()) * shape.page_size
-        self.keys -= read_alone - cascade.shared_keys
-        lists = page_lists(host.page_tables[:split], host.kv_lengths[:split], shape.page_size, cascade.skip)
-        return PlannedPages.of(lists, shape.device)
+        self._order = self._place = None
+        if not cascade.in_order:
+            self._order = upload(cascade.order, shape.device)
+            self._place = upload(np.argsort(cascade.order).astype(np.int32), shape.device)
+        self.keys -= int(cascade.skip.sum()) * shape.page_size - cascade.shared_keys
+        return PlannedPages.of(cascade.private(host, shape.page_size), shape.device)
 
     def _plan_prefill(
         self, wrapper: PrefillWrapper, queries: torch.Tensor, pages: PlannedPages, *, causal: bool
@@ -121,31 +122,26 @@ class SpecPass:
             if self._cascade is None:
                 self._call(self._decode, q[:split], cache, scales, out[:split])
             else:
-                part = out[:split]
-                merged = self._run_levels(self._cascade, q[:split], cache, scales, part)
-                if split == len(q):
-                    return merged
-                if merged is not part:
-                    part.copy_(merged)
+                self._run_levels(self._cascade, q[:split], cache, scales, out[:split])
         if split < len(q):
             self._call(self._prefill, q[split:], cache, scales, out[split:])
         return out
 
     def _run_levels(
         self, cascade: Cascade, q: torch.Tensor, cache: torch.Tensor, scales: Scales, out: torch.Tensor
-    ) -> torch.Tensor:
-        """The merged rows, in `out` or in a tensor of their own."""
+    ) -> None:
+        """Both levels of all decode rows into `out`."""
         assert self._shared is not None
-        lse = self._call(self._decode, q, cache, scales, out, return_lse=True)
-        rows = self._cascade_rows
-        shared_q = q if cascade.covers else q.index_select(0, rows)
-        shared = torch.empty(shared_q.shape, dtype=q.dtype, device=q.device)
-        shared_lse = self._call(self._shared, shared_q, cache, scales, shared, return_lse=True)
-        if cascade.covers:
-            return self._api.merge_state(out, lse, shared, shared_lse)[0]
-        alone, alone_lse = out.index_select(0, rows), lse.index_select(0, rows)
-        merged, _ = self._api.merge_state(alone, alone_lse, shared, shared_lse)
-        return out.index_copy_(0, rows, merged)
+        mixed = out
+        if self._order is not None:
+            q, mixed = q.index_select(0, self._order), torch.empty_like(out)
+        private_lse = self._call(self._decode, q, cache, scales, mixed, return_lse=True)
+        grouped = q[: cascade.grouped]
+        shared = torch.empty(grouped.shape, dtype=q.dtype, device=q.device)
+        shared_lse = self._call(self._shared, grouped, cache, scales, shared, return_lse=True)
+        self._api.merge_state_in_place(mixed[: cascade.grouped], private_lse[: cascade.grouped], shared, shared_lse)
+        if self._place is not None:
+            torch.index_select(mixed, 0, self._place, out=out)
 
     @staticmethod
     def _call(
