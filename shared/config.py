@@ -126,7 +126,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     load_format: typing.Literal["auto", "safetensors", "dummy"] = "auto"
     quantization: typing.Literal["none", "int8"] = "none"  # of the weights, at load
     model_impl: typing.Literal["auto", "own", "transformers"] = "auto"
-    attention_backend: typing.Literal["auto", "native", "reference"] = "auto"
+    attention_backend: typing.Literal["auto", "native", "flashinfer", "reference"] = "auto"
     moe_backend: typing.Literal["auto", "flashinfer", "torch"] = "auto"
     kv_cache_dtype: typing.Literal["auto", "fp8_e4m3"] = "auto"
     page_size: Positive = DEFAULT_PAGE_SIZE
