@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from services.gpu_worker.kv_cache import as_bytes
 from tests.gpu_worker.flashinfer_signatures import bind
 
 HEAD_DIMS = {64, 128, 256}
@@ -100,8 +101,8 @@ def _append(a: dict[str, Any]) -> None:
         require(entry // size < int(a["kv_indptr"][row + 1]), "a position beyond the row's pages")
         page = int(a["kv_indices"][entry // size])
         require(0 <= page < len(cache), f"page {page} is not in the cache")
-        cache[page, 0, :, entry % size] = a["append_key"][i]
-        cache[page, 1, :, entry % size] = a["append_value"][i]
+        as_bytes(cache)[page, 0, :, entry % size] = as_bytes(a["append_key"][i])
+        as_bytes(cache)[page, 1, :, entry % size] = as_bytes(a["append_value"][i])
 
 
 class _Wrapper:
@@ -160,7 +161,9 @@ class _Wrapper:
             pages = self.indices[begin:end].long()
             require(int(pages.min()) >= 0 and int(pages.max()) < len(cache), "a page that is not in the cache")
             length = (end - begin - 1) * size + int(self.last_page_len[row])
-            keys, values = cache[pages].float().permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+            keys, values = (
+                as_bytes(cache)[pages].view(cache.dtype).float().permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+            )
             first, last = int(self.queries[row]), int(self.queries[row + 1])
             mixed, sums = _attention(q[first:last].float(), keys, values, plan, a["k_scale"] or 1.0)
             out[first:last] = (mixed * (a["v_scale"] or 1.0)).to(out.dtype)

@@ -13,7 +13,7 @@ from services.gpu_worker.attention.flashinfer import FlashInferAttention
 from services.gpu_worker.attention.flashinfer_parts import Shape
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.batch import ForwardBatch, SharedGroup
-from services.gpu_worker.kv_cache import KVCache
+from services.gpu_worker.kv_cache import FP8, KVCache
 from services.gpu_worker.models.config import ModelConfig
 from tests.gpu_worker.flashinfer_fake import FakeFlashInfer
 from tests.gpu_worker.tiny_models import UNDEFINED_PAGE
@@ -38,7 +38,7 @@ class Scene:
     page_size: int = 16
     specs: tuple[AttentionSpec, ...] = (AttentionSpec(0.125), AttentionSpec(0.125))
     dtype: torch.dtype = torch.float32
-    kv_dtype: torch.dtype | None = None
+    scales: tuple[tuple[float, float], ...] = ()  # one pair a layer: the cache has 8 bits
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Scene:
                 self.tables[row][:pages] = self.tables[rows[0]][:pages]
         self.num_pages = num_pages
         shape = (num_pages, 2, self.kv_heads, self.page_size, self.dim)
-        self.contents = torch.randn(shape, generator=self.generator).to(self.kv_dtype or self.dtype)
+        self.contents = torch.randn(shape, generator=self.generator).to(FP8 if self.scales else self.dtype)
         tokens = sum(new for _, new in self.rows)
         fused = torch.randn((tokens, self.heads + 2 * self.kv_heads, self.dim), generator=self.generator).to(self.dtype)
         self.q, self.k, self.v = fused.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -79,8 +79,8 @@ class Scene:
 
     def cache(self) -> KVCache:
         layers = len(self.specs)
-        dtype = self.kv_dtype or self.dtype
-        cache = KVCache(layers, self.num_pages, self.page_size, self.kv_heads, self.dim, dtype, CPU)
+        dtype = FP8 if self.scales else self.dtype
+        cache = KVCache(layers, self.num_pages, self.page_size, self.kv_heads, self.dim, dtype, CPU, self.scales)
         for layer in cache.layers:
             layer.copy_(self.contents)
         return cache

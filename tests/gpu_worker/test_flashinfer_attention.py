@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gpu_worker.attention.base import AttentionSpec, GraphAttention
+from services.gpu_worker.attention.cascade import CascadeCosts
 from services.gpu_worker.attention.page_lists import keys_read, page_lists
 from services.gpu_worker.attention.reference import ReferenceAttention
+from services.gpu_worker.kv_cache import as_bytes
 from tests.gpu_worker.flashinfer_fake import FakeFlashInfer, Refused
-from tests.gpu_worker.flashinfer_scene import Scene
+from tests.gpu_worker.flashinfer_scene import FREE, Scene
 
 EXACT = {"rtol": 0.0, "atol": 5e-6}
 
@@ -88,6 +90,18 @@ def test_half_precision(dtype: torch.dtype) -> None:
     actual = scene.layers(scene.backend(FakeFlashInfer()))
     for one, two in zip(actual, scene.expected(), strict=True):
         torch.testing.assert_close(one, two, rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("costs", [None, FREE])
+def test_keys_of_8_bits_with_scales(costs: CascadeCosts | None) -> None:
+    scales = ((0.5, 2.0), (0.03, 0.01))
+    scene = Scene([100, 70], [(20, 12)], [([0, 1], 3)], dtype=torch.bfloat16, scales=scales)
+    cache, other = scene.cache(), scene.cache()
+    actual = scene.layers(scene.backend(FakeFlashInfer(), cache, costs))
+    for one, two in zip(actual, scene.layers(ReferenceAttention(other)), strict=True):
+        torch.testing.assert_close(one, two, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=4e-3)
+    for one, two in zip(cache.layers, other.layers, strict=True):
+        assert torch.equal(as_bytes(one), as_bytes(two))
 
 
 def test_layers_of_equal_spec_share_a_plan() -> None:

@@ -24,14 +24,14 @@ from services.gpu_worker.attention.flashinfer_graph import GraphDecode
 from services.gpu_worker.attention.flashinfer_parts import KeyCounter, Layers, PlanFence, Shape, Writer
 from services.gpu_worker.attention.flashinfer_passes import SpecPass, StepPages
 from services.gpu_worker.batch import ForwardBatch, HostColumns, SharedGroup
-from services.gpu_worker.kv_cache import KVCache
+from services.gpu_worker.kv_cache import FP8, KVCache
 from services.gpu_worker.models.config import ModelConfig
 
 log = structlog.get_logger()
 
 HEAD_DIMS = (64, 128, 256)  # what decode, prefill and append are all built for
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
-KV_DTYPES = (*QUERY_DTYPES, torch.float8_e4m3fn)
+KV_DTYPES = (*QUERY_DTYPES, FP8)
 LEAST_CAPABILITY = (8, 0)  # bfloat16 in tensor cores
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends. Partial results of split rows need at most 2 blocks an SM of 128 queries by 256 floats,

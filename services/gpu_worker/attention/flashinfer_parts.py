@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from services.gpu_worker.attention.base import AttentionSpec
 from services.gpu_worker.attention.flashinfer_api import FlashInferApi
 from services.gpu_worker.attention.page_lists import PageLists
-from services.gpu_worker.kv_cache import KV_LAYOUT, KVCache
+from services.gpu_worker.kv_cache import KV_LAYOUT, KVCache, to_fp8
 from services.gpu_worker.models.config import ModelConfig
 
 CUDA_CORE_GROUPS = frozenset({1, 2, 3})
 """Query heads per key head up to which decode reads faster than tensor cores could; beyond, only some are built."""
-FP8_LIMIT = 448.0  # of e4m3; a cast beyond it gives NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class Layers:
 
     @cached_property
     def _scales(self) -> list[list[float]] | None:
-        scales: torch.Tensor | None = getattr(self._kv_cache, "scales", None)
+        scales = self._kv_cache.scales
         return None if scales is None else scales.tolist()
 
     def scales(self, layer: int) -> tuple[float | None, float | None]:
@@ -158,13 +157,7 @@ class Writer:
         )
 
     def _stored(self, values: torch.Tensor, scale: float | None) -> torch.Tensor:
-        dtype = self._shape.kv_dtype
-        if values.dtype != dtype:
-            if scale is not None:
-                values = values / scale
-            if dtype == torch.float8_e4m3fn:
-                values = values.clamp(-FP8_LIMIT, FP8_LIMIT)
-            values = values.to(dtype)
+        values = values.to(self._shape.kv_dtype) if scale is None else to_fp8(values, scale)
         return values if values.stride(2) == 1 else values.contiguous()
 
 

@@ -1,0 +1,120 @@
+"""The whole engine over FlashInfer's fake gives the reference's tokens: mixed steps, groups, resumes, other models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from services.gpu_worker.attention.base import AttentionBackend
+from services.gpu_worker.attention.flashinfer import FlashInferAttention
+from services.gpu_worker.attention.reference import ReferenceAttention
+from services.gpu_worker.engine import Engine
+from services.gpu_worker.kv_cache import KVCache
+from services.gpu_worker.model_runner import LoadedModel, ModelRunner
+from services.gpu_worker.slots import SlotLimits
+from shared.ints import pack
+from shared.messages.request import SamplingParams
+from shared.messages.step import StepCommand, StepResult
+from tests.gpu_worker.flashinfer_fake import FakeFlashInfer
+from tests.gpu_worker.flashinfer_scene import FREE
+from tests.gpu_worker.tiny_models import VOCABULARY, load, random_tokens, save_model
+from tests.gpu_worker.toy_engine import greedy, open_slot, prefill, tokens
+
+PAGE, PAGES = 16, 48
+CPU = torch.device("cpu")
+
+
+class Drive:
+    """Numbers the steps of one engine."""
+
+    def __init__(self, loaded: LoadedModel, api: FakeFlashInfer | None) -> None:
+        config = loaded.config
+        cache = KVCache(config.num_layers, PAGES, PAGE, config.kv_heads, config.head_dim, config.dtype, CPU)
+        attention: AttentionBackend = ReferenceAttention(cache)
+        if api is not None:
+            attention = FlashInferAttention(cache, config, api, FREE)
+        runner = ModelRunner(config, loaded.model, cache, attention, 256)
+        self.engine = Engine(runner, SlotLimits(8, PAGES, PAGE, 200, VOCABULARY), 256, CPU)
+        self.steps = 0
+
+    def step(self, decode: list[int] | None = None, **fields: Any) -> StepResult:
+        command = StepCommand(step_id=self.steps, epoch=1, decode_slots=pack(decode or []), **fields)
+        self.steps += 1
+        return self.engine.execute(command, lambda step: (b"", b""), incarnation=1)
+
+
+def conversation(loaded: LoadedModel, api: FakeFlashInfer | None, params: SamplingParams) -> list[list[int]]:
+    """Three requests over one prefix, read together for a while; one is suspended and resumed elsewhere."""
+    drive, prompt = Drive(loaded, api), random_tokens(40, 3)
+    ends = [random_tokens(5, 4), random_tokens(3, 5), random_tokens(9, 6)]
+    out: list[list[int]] = [[], [], []]
+    first = [*prompt, *ends[0]]
+    chunk = prefill(0, first[:30], sample=False)
+    drive.step(opens=(open_slot(0, len(first), [0, 1, 2, 3, 4], params),), prefills=(chunk,))
+    out[0] += tokens(drive.step(prefills=(prefill(0, first[30:]),)))
+    opens = tuple(
+        open_slot(slot, 32 + 8 + len(ends[slot]), [0, 1, *range(slot * 10, slot * 10 + 4)], params, computed=32)
+        for slot in (1, 2)
+    )
+    rows = tuple(prefill(slot, [*prompt[32:], *ends[slot]]) for slot in (1, 2))
+    mixed = tokens(drive.step([0], opens=opens, prefills=rows))
+    for row, token in zip((0, 1, 2), mixed, strict=True):
+        out[row].append(token)
+    groups = {"group_slots": pack([2, 0, 1]), "group_sizes": pack([3]), "group_pages": pack([2])}
+    for _ in range(6):
+        for row, token in zip((1, 0, 2), tokens(drive.step([1, 0, 2], **groups)), strict=True):
+            out[row].append(token)
+    known = [*prompt, *ends[1], *out[1]]
+    again = open_slot(5, len(prompt) + len(ends[1]), [0, 1, 30, 31, 32, 33], params, computed=32)
+    resumed = drive.step(
+        [0, 2], closes=pack([1]), opens=(again,), prefills=(prefill(5, known[32:]),), **groups_of(0, 2)
+    )
+    for row, token in zip((0, 2, 1), tokens(resumed), strict=True):
+        out[row].append(token)
+    for _ in range(3):
+        for row, token in zip((0, 1, 2), tokens(drive.step([0, 5, 2], **groups_of(0, 2))), strict=True):
+            out[row].append(token)
+    return out
+
+
+def groups_of(*slots: int) -> dict[str, bytes]:
+    return {"group_slots": pack(list(slots)), "group_sizes": pack([len(slots)]), "group_pages": pack([2])}
+
+
+MODELS = {
+    "llama": {"head_dim": 64},
+    "qwen3": {"head_dim": 128},
+    "mistral": {"head_dim": 64, "sliding_window": 30},
+    "qwen2-windows": {"head_dim": 64, "sliding_window": 46},
+    "gemma2": {"head_dim": 64, "query_pre_attn_scalar": 64},
+}
+PARAMS = {"greedy": greedy(), "drawn": SamplingParams(temperature=1.0, top_p=0.9, seed=11)}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    save_model(request.param, folder, **MODELS[request.param])
+    return load(folder)
+
+
+@pytest.mark.parametrize("params", PARAMS)
+def test_tokens_are_the_references(loaded: LoadedModel, params: str) -> None:
+    api = FakeFlashInfer(float32=True)
+    expected = conversation(loaded, None, PARAMS[params])
+    assert conversation(loaded, api, PARAMS[params]) == expected
+    assert [len(row) for row in expected] == [12, 11, 11]
+    cascades = api.calls.count("merge_state_in_place")
+    full = sum(spec.sliding_window == 0 for spec in loaded.config.attention)
+    assert cascades >= 10 * full
+    if all(spec.sliding_window == 30 for spec in loaded.config.attention):
+        assert cascades == 0
+
+
+def test_bfloat16_tokens(tmp_path: Path) -> None:
+    save_model("llama", tmp_path, head_dim=64)
+    model = load(tmp_path, dtype=torch.bfloat16)
+    assert conversation(model, FakeFlashInfer(), greedy()) == conversation(model, None, greedy())
