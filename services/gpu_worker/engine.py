@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.batch_builder import build_batch
+from services.gpu_worker.kernels import logits as passes
 from services.gpu_worker.kv_cache import KVCache
+from services.gpu_worker.logit_edits import apply_masks
 from services.gpu_worker.outcome import Outcome
 from services.gpu_worker.rows import StepRows, plan_rows
 from services.gpu_worker.sampler import Sampler
@@ -65,7 +68,9 @@ class Engine:
         self._device = device
         self.max_batched_tokens = max_batched_tokens
         self.slots = Slots(limits)
-        self.sampler = Sampler(limits.vocab_size, device)
+        kernels = passes.kernels_for(device)
+        self.sampler = Sampler(limits.vocab_size, device, kernels)
+        self._forbid = apply_masks if kernels is None else partial(passes.mask_rows, kernels)
         self.stats = StepStats()
 
     @property
@@ -135,7 +140,7 @@ class Engine:
         slots.computed[rows.slots] = starts + rows.lengths
         extend_histories(rows, starts, slots)
         if sampling:
-            sample_rows(rows, logits[:sampling], masks, slots, self.sampler, outcome)
+            sample_rows(rows, logits[:sampling], masks, slots, self.sampler, outcome, self._forbid)
 
 
 def extend_histories(rows: StepRows, starts: Ints, slots: Slots) -> None:

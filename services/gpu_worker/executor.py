@@ -6,19 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-import structlog
-
 from services.gpu_worker.activity import Activity
 from services.gpu_worker.compute import ComputeThread
 from services.gpu_worker.engine import MaskSource, StepStats
-from services.gpu_worker.faults import StepAborted, classify
+from services.gpu_worker.faults import StepAborted
 from services.gpu_worker.kv_cache import KVCache
+from services.gpu_worker.pipeline import Pipeline, Reply, SplitEngine, fault_of
 from services.gpu_worker.session import Session
 from shared.messages.step import StepCommand, StepResult, WorkerFault
-
-log = structlog.get_logger(__name__)
-
-Reply = Callable[[Session, StepResult | WorkerFault], None]
 
 
 class StepEngine(Protocol):
@@ -45,6 +40,14 @@ class Executor:
         self.activity = activity
         self._compute = compute
         self._reply = reply
+        self._pipeline: Pipeline | None = None
+        if isinstance(engine, SplitEngine):
+            self._pipeline = Pipeline(engine, activity, compute, reply, self._masks_of)
+
+    def close(self) -> None:
+        """No step comes any more."""
+        if self._pipeline is not None:
+            self._pipeline.close()
 
     def reset(self) -> None:
         """Forget all slots once the step in execution has ended."""
@@ -53,9 +56,14 @@ class Executor:
     def submit(self, session: Session, command: StepCommand) -> None:
         """Execute `command` after all earlier ones."""
         received = time.perf_counter()
+        if (pipeline := self._pipeline) is not None:
+            self._compute.submit(lambda: pipeline.run(session, command, received))
+            return
         self._compute.submit(lambda: self._run(session, command, received))
 
     def _reset(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.forget()
         self._engine.reset()
         self.activity.forget()
 
@@ -78,10 +86,7 @@ class Executor:
         except StepAborted:
             raise
         except Exception as error:
-            session.end()
-            log.exception("step failed", step_id=command.step_id, epoch=command.epoch)
-            detail = f"{type(error).__name__}: {error}"
-            return WorkerFault(session.incarnation, command.step_id, classify(error), detail)
+            return fault_of(session, command, error)
         session.settle(command.step_id)
         self.activity.finish(command.step_id, self._engine.stats)
         return result

@@ -12,6 +12,7 @@ import structlog
 import torch
 
 from services.gpu_worker import device as devices
+from services.gpu_worker.cuda.start import graph_device, split
 from services.gpu_worker.engine import Engine
 from services.gpu_worker.executor import StepEngine
 from services.gpu_worker.faults import is_out_of_memory
@@ -58,13 +59,15 @@ class BuiltEngine:
     hello: WorkerHello
     gauges: dict[str, float]
     group: TensorGroup | None
+    device: torch.device
 
 
 def start_engine(config: WorkerConfig) -> StartedEngine:
     """The engine of a worker, or of rank 0 with the other ranks behind it. Raises ModelError, MemoryPlanError."""
     built = build_engine(config)
-    engine = built.engine if built.group is None else LeadingEngine(built.engine, built.group)
-    return StartedEngine(engine, built.hello, built.gauges)
+    if built.group is not None:
+        return StartedEngine(LeadingEngine(built.engine, built.group), built.hello, built.gauges)
+    return StartedEngine(split(built.engine, graph_device(built.device)), built.hello, built.gauges)
 
 
 def build_engine(config: WorkerConfig) -> BuiltEngine:
@@ -72,7 +75,7 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
     began = time.monotonic()
     threads = devices.set_torch_threads(devices.threads_of(config))
     device = devices.resolve(config.device, config.tp_rank)
-    group = open_group(config)
+    group = open_group(config, device)
     free_before, own_before = free_bytes(device), own_bytes(device)
     log.info("loading weights", model=config.model_path, device=str(device), threads=threads)
     loading = time.monotonic()
@@ -116,7 +119,7 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
         "load_weights_seconds": loaded - loading,
         "startup_seconds": time.monotonic() - began,
     }
-    return BuiltEngine(Engine(runner, limits, tokens, device), hello, gauges, group)
+    return BuiltEngine(Engine(runner, limits, tokens, device), hello, gauges, group, device)
 
 
 def _allocate(

@@ -108,6 +108,7 @@ class Worker:
         self._disconnect()
         if self._pages is not None:
             self._pages.close()
+            self._executor.close()
         if self._compute is not None:
             await self._compute.stop(0.0 if self._loading else STOP_TIMEOUT_S)
 

@@ -30,7 +30,8 @@ def on_device(logits: torch.Tensor, rows: SampleRows) -> list[int]:
 
 
 def on_host(logits: torch.Tensor, rows: SampleRows) -> list[int]:
-    return Sampler(logits.shape[1], CPU).sample(logits.clone(), rows)[0].tolist()
+    tokens: list[int] = Sampler(logits.shape[1], CPU).sample(logits.clone(), rows)[0].tolist()
+    return tokens
 
 
 @st.composite

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.gpu_worker.cuda.start import graph_device, split
 from services.gpu_worker.engine import Engine
 from services.gpu_worker.slots import SlotLimits
 from shared.ints import pack
@@ -30,7 +31,8 @@ class Driver:
 
     def __init__(self, folder: Path, backend: str) -> None:
         runner = load(folder, attention_backend=backend).build_runner(64, PAGE, 128)
-        self.engine = Engine(runner, SlotLimits(8, 64, PAGE, 200, VOCABULARY), 128, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        self.engine = split(Engine(runner, SlotLimits(8, 64, PAGE, 200, VOCABULARY), 128, cpu), graph_device(cpu))
         self.steps = 0
 
     def step(self, decode: list[int] | None = None, **fields: Any) -> StepResult:

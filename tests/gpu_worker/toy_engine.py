@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 
 from services.gpu_worker.batch import ForwardBatch
+from services.gpu_worker.cuda.start import graph_device, split
 from services.gpu_worker.engine import Engine
 from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.slots import SlotLimits
@@ -72,7 +75,8 @@ class Bench:
     ) -> None:
         self.runner = ToyRunner(pages, vocab=vocab)
         self.limits = SlotLimits(slots, pages, PAGE, context, vocab)
-        self.engine = Engine(self.runner, self.limits, max_tokens, CPU)
+        # In one piece; in two halves where the tests are run with the switch of `cuda.start`.
+        self.engine = cast(Engine, split(Engine(self.runner, self.limits, max_tokens, CPU), graph_device(CPU)))
         self.masks: dict[int, tuple[bytes, bytes]] = {}
         self.steps = 0
 

@@ -77,7 +77,8 @@ class CudaEvent:
     def hold_stream(self) -> None:
         self._event.wait(torch.cuda.current_stream(self._device))
 
-    def ms_at(self, later: CudaEvent) -> float:
+    def ms_at(self, later: Event) -> float:
+        assert isinstance(later, CudaEvent)
         return float(self._event.elapsed_time(later._event))
 
 
@@ -127,7 +128,8 @@ class HostEvent:
     def hold_stream(self) -> None:
         """There is one stream."""
 
-    def ms_at(self, later: HostEvent) -> float:
+    def ms_at(self, later: Event) -> float:
+        assert isinstance(later, HostEvent)
         return (later._at - self._at) * 1e3
 
 

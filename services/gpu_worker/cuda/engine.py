@@ -30,6 +30,7 @@ from services.gpu_worker.cuda.state import DeviceState, batch_arrays, table_chan
 from services.gpu_worker.engine import Engine, MaskSource, StepStats, extend_histories
 from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.outcome import Outcome
+from services.gpu_worker.pipeline import DEPTH
 from services.gpu_worker.rows import StepRows, plan_rows
 from services.gpu_worker.sampling import NOT_FINITE, NOTHING_ALLOWED, may_stop, sample_rows, take_masks
 from services.gpu_worker.slots import column
@@ -37,7 +38,6 @@ from shared.messages.step import StepCommand, StepResult
 
 Ints = NDArray[np.int64]
 HOST = torch.device("cpu")
-DEPTH = 2  # steps that may be launched and not completed
 
 
 class PipelinedEngine:
