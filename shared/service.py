@@ -86,7 +86,7 @@ def run(name: str, config: ServiceConfig, make: Callable[[], Service]) -> int:
     """Run one service until a signal ends it; returns the exit code."""
     service_logging.configure(name, config.log_level, config.log_format)
     _take_keys(name, config)
-    _watch_parent()
+    watch_parent()
     try:
         return uvloop.run(_live(name, config, make))
     except KeyboardInterrupt:
@@ -181,7 +181,8 @@ def _alive_fd() -> int | None:
     return int(raw)
 
 
-def _watch_parent() -> None:
+def watch_parent() -> None:
+    """End this process when whoever holds the other end of its pipe is gone; does nothing without a pipe."""
     raw = os.environ.get(PARENT_FD)
     if raw is None:
         return

@@ -16,6 +16,7 @@ from services.gpu_worker.parallel.messages import ForgetSlots, SlotNews, decoder
 from services.gpu_worker.slots import Slots, column
 from services.gpu_worker.startup import build_engine
 from shared import logging as service_logging
+from shared import service
 from shared.config import WorkerConfig
 
 log = structlog.get_logger(__name__)
@@ -24,6 +25,7 @@ log = structlog.get_logger(__name__)
 def run(config: WorkerConfig) -> int:
     """Join, load, follow; returns the exit code, 0 where rank 0 has ended."""
     service_logging.configure("worker", config.log_level, config.log_format)
+    service.watch_parent()  # rank 0 may be gone while this rank waits for it on the device
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; rank 0 drains, then ends us
     built = build_engine(config)
     assert built.group is not None

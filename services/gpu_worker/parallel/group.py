@@ -1,7 +1,10 @@
 """The ranks of one worker and what they say to each other. Leaves what is shared out to `sharding`.
 
-Rank 0 alone talks to the scheduler; the others hear from it through `broadcast`. Collectives block without using the
-CPU, and fail at once where a rank has died: its connection closes.
+Rank 0 alone talks to the scheduler; the others hear from it through `broadcast`. Words and tensors of CPUs travel over
+gloo: it blocks without using the CPU, and fails at once where a rank has died, since its connection closes. Tensors of
+GPUs travel over NCCL, in the order of the compute stream and without holding up the thread. NCCL does not notice a
+death: a collective that takes longer than DEVICE_TIMEOUT ends the process, and `start` ends it earlier where a rank of
+the same machine is gone.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
+DEVICE_TIMEOUT = timedelta(minutes=5)
+"""Within a step ranks wait for each other's kernels, or for one of them to compile some at its first step."""
 FOREVER = timedelta(days=365)
 """Ranks wait for rank 0 for as long as there is nothing to do; who dies is noticed by its connection."""
 
@@ -35,18 +40,22 @@ class Meeting:
 class TensorGroup:
     """Collective operations of one group; every rank calls the same ones in the same order, from one thread."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, on_device: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
         self.size = size
+        self._on_device = on_device  # None: the default group, for tensors of CPUs
 
     @staticmethod
-    def join(meeting: Meeting) -> TensorGroup:
-        """Wait until all ranks are there. CPU tensors travel over gloo, those of GPUs over NCCL."""
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    def join(meeting: Meeting, device: torch.device) -> TensorGroup:
+        """Wait until all ranks are there, each with its device."""
         dist.init_process_group(
-            backend, store=_store(meeting), rank=meeting.rank, world_size=meeting.size, timeout=FOREVER
+            "gloo", store=_store(meeting), rank=meeting.rank, world_size=meeting.size, timeout=FOREVER
         )
-        group = TensorGroup(meeting.rank, meeting.size)
+        on_device = None
+        if device.type == "cuda":
+            # With its device named it connects here and now, not within the first step or a captured one.
+            on_device = dist.new_group(backend="nccl", timeout=DEVICE_TIMEOUT, device_id=device)
+        group = TensorGroup(meeting.rank, meeting.size, on_device)
         group.least(0)  # all are through with the meeting place: rank 0 may remove it
         return group
 
@@ -57,7 +66,7 @@ class TensorGroup:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """x [...] becomes the sum over all ranks, the same bits on each."""
         if x.numel():
-            dist.all_reduce(x)
+            dist.all_reduce(x, group=self._on_device)
         return x
 
     def gather_columns(self, part: torch.Tensor) -> torch.Tensor | None:
@@ -65,7 +74,7 @@ class TensorGroup:
         if not part.numel():
             return part.new_empty((0, self.size * part.shape[1])) if self.leads else None
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.leads else None
-        dist.gather(part.contiguous(), parts, dst=0)
+        dist.gather(part.contiguous(), parts, dst=0, group=self._on_device)
         return torch.cat(parts, dim=1) if parts is not None else None
 
     def least(self, number: int) -> int:
