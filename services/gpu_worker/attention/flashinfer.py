@@ -1,8 +1,8 @@
 """Attention through FlashInfer's kernels: paged prefill and decode, shared prefixes read once, graphs.
 
 Leaves kernels to FlashInfer, the cutting of shared prefixes to `cascade`, fallback to the caller. Sampling is not
-FlashInfer's: even with a seed and an offset for each row its samplers mix in the row's index in the batch, so that a token
-would depend on its neighbours. Ours depends on (seed, position) alone: the same alone, in any batch, after a resume.
+FlashInfer's: even with a seed and an offset for each row its samplers mix in the row's index in the batch, so that a
+token would depend on its neighbours. Ours depends on (seed, position): the same alone, in any batch, after a resume.
 
     plan     host: page lists -> one plan for each distinct spec            (once a step)
     forward  append K and V -> decode rows [-> shared level -> merge] and prefill rows   (every layer)
