@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from services.gpu_worker import selection
+from services.gpu_worker.kernels import logits as passes
+from services.gpu_worker.kernels.library import Library
 from services.gpu_worker.rng import uniforms
 from services.gpu_worker.sampling_columns import SampleRows
 from services.gpu_worker.selection import BLOCK, pick_anywhere, pick_filtered
@@ -19,9 +21,13 @@ Ints = NDArray[np.int64]
 
 
 class Sampler:
-    """Holds nothing but a scratch buffer; every choice is a function of (logits, parameters, seed, position)."""
+    """Holds nothing but a scratch buffer; every choice is a function of (logits, parameters, seed, position).
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    With `kernels` the passes over whole rows are theirs.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device, kernels: Library | None = None) -> None:
+        self._kernels = kernels
         self._width = -(-vocab_size // BLOCK) * BLOCK
         self._vocab_size = vocab_size
         self._device = device
@@ -32,7 +38,7 @@ class Sampler:
 
         A row is unfit where a logit is NaN or +inf or no token is allowed; its token is -1.
         """
-        peaks = logits.amax(1)
+        peaks = logits.amax(1) if self._kernels is None else passes.peaks_of(self._kernels, logits)
         fit = peaks.isfinite().cpu().numpy()
         tokens = np.full(len(fit), -1, dtype=np.int64)
         if rows.greedy.all():
@@ -51,9 +57,8 @@ class Sampler:
         drawn = np.flatnonzero(~rows.greedy & fit)
         if not len(drawn):
             return
-        weights = self._weights(self._take(logits, drawn), self._take(peaks, drawn), rows.temperature[drawn])
-        blocks = weights.view(len(drawn), self._width // BLOCK, BLOCK)
-        sums = blocks.sum(2).cpu().numpy().astype(np.float64)
+        weights, block_sums = self._weigh(logits, peaks, drawn, rows.temperature[drawn].astype(np.float32))
+        sums = block_sums.cpu().numpy().astype(np.float64)
         numbers = uniforms(rows.seeds[drawn], rows.positions[drawn])
         filtered = rows.filtered[drawn]
         free, cut = np.flatnonzero(~filtered), np.flatnonzero(filtered)
@@ -69,16 +74,23 @@ class Sampler:
             return tensor
         return tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))
 
-    def _weights(self, logits: torch.Tensor, peaks: torch.Tensor, temperature: NDArray[np.float64]) -> torch.Tensor:
-        n = logits.shape[0]
+    def _weigh(
+        self, logits: torch.Tensor, peaks: torch.Tensor, rows: Ints, temperatures: NDArray[np.float32]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [n, width] of `rows` [n] of the logits, and the sums of their blocks."""
+        n, blocks = len(rows), self._width // BLOCK
         if self._scratch.shape[0] < n:
             self._scratch = torch.zeros((n, self._width), dtype=torch.float32, device=self._device)
-        scratch = self._scratch[:n]
-        inside = scratch[:, : self._vocab_size]
-        divisor = torch.from_numpy(temperature.astype(np.float32)).to(self._device).unsqueeze(1)
-        torch.sub(logits, peaks.unsqueeze(1), out=inside)
+        weights = self._scratch[:n]
+        if self._kernels is not None:
+            sums = torch.empty((n, blocks), dtype=torch.float32)
+            passes.weigh_rows(self._kernels, logits, peaks, rows, temperatures, weights, sums)
+            return weights, sums
+        inside = weights[:, : self._vocab_size]
+        divisor = torch.from_numpy(temperatures).to(self._device).unsqueeze(1)
+        torch.sub(self._take(logits, rows), self._take(peaks, rows).unsqueeze(1), out=inside)
         inside.div_(divisor).exp_()
-        return scratch
+        return weights, weights.view(n, blocks, BLOCK).sum(2)
 
 
 def _argmax(logits: torch.Tensor) -> Ints:

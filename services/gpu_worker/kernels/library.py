@@ -91,6 +91,37 @@ class GateCall(ctypes.Structure):
     )
 
 
+class MaskCall(ctypes.Structure):
+    """Bitmasks over logits; mirrors MaskCall of interface.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "words", "rows")),
+        *((name, c_int64) for name in ("stride", "word_stride")),
+        *((name, c_int32) for name in ("count", "vocab", "threads")),
+    )
+
+
+class PeakCall(ctypes.Structure):
+    """Largest logits; mirrors PeakCall of interface.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("peaks", c_void_p),
+        ("stride", c_int64),
+        *((name, c_int32) for name in ("count", "vocab", "threads")),
+    )
+
+
+class WeightCall(ctypes.Structure):
+    """Sampling weights of logits; mirrors WeightCall of interface.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "peaks", "temperatures", "rows", "weights", "sums")),
+        ("stride", c_int64),
+        *((name, c_int32) for name in ("count", "vocab", "blocks", "threads")),
+    )
+
+
 class DecoderLayer(ctypes.Structure):
     """One layer of a decoder; mirrors DecoderLayer of interface.h."""
 
@@ -141,6 +172,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rf_norm": (None, (c_int, POINTER(NormCall))),
     "rf_rope": (None, (c_int, POINTER(RopeCall))),
     "rf_gate": (None, (c_int, POINTER(GateCall))),
+    "rf_mask": (None, (c_int, POINTER(MaskCall))),
+    "rf_peak": (None, (c_int, POINTER(PeakCall))),
+    "rf_weigh": (None, (c_int, POINTER(WeightCall))),
     "rf_read_memory": (c_uint64, (_P, c_int64, c_int)),
     "rf_copy_pages": (c_int, (POINTER(_P), c_int, _P, _P, c_int, c_int64, c_int)),
 }

@@ -107,6 +107,32 @@ struct GateCall {  // out = silu(x[:, :size]) * x[:, size:]
   int32_t rows, size, dtype, threads;
 };
 
+// Of logits [][vocab]: -inf where bit i of word w of words [count][ceil(vocab / 32)] is 0, for token 32 w + i.
+struct MaskCall {
+  float* logits;
+  const uint32_t* words;
+  const int64_t* rows;  // [count], which rows of the logits
+  int64_t stride, word_stride;
+  int32_t count, vocab, threads;
+};
+
+struct PeakCall {
+  const float* logits;
+  float* peaks;  // [count]
+  int64_t stride;
+  int32_t count, vocab, threads;
+};
+
+// weights [count][blocks * kWeightBlock] = e^((logit - peak) / temperature), 0 behind the vocabulary; sums [count][blocks].
+constexpr int kWeightBlock = 64;
+struct WeightCall {
+  const float *logits, *peaks, *temperatures;  // peaks: of all rows of the logits; temperatures [count]
+  const int64_t* rows;
+  float *weights, *sums;
+  int64_t stride;
+  int32_t count, vocab, blocks, threads;
+};
+
 // One decoder layer's weights (products packed), and its part of the cache.
 struct DecoderLayer {
   const void *input_norm, *mlp_norm, *qk_norm;  // qk_norm [q_heads + kv_heads][head_dim], or null
@@ -136,6 +162,9 @@ struct Kernels {
   void (*norm)(const NormCall&);
   void (*rope)(const RopeCall&);
   void (*gate)(const GateCall&);
+  void (*mask)(const MaskCall&);
+  void (*peak)(const PeakCall&);
+  void (*weigh)(const WeightCall&);
 };
 
 // Floats of one partial result: 16 lanes of O, then their maxima and sums.

@@ -109,3 +109,6 @@ RF_EXPORT int rf_linear(int isa, const LinearCall* call) { return kernels_of(isa
 RF_EXPORT void rf_norm(int isa, const NormCall* call) { kernels_of(isa).norm(*call); }
 RF_EXPORT void rf_rope(int isa, const RopeCall* call) { kernels_of(isa).rope(*call); }
 RF_EXPORT void rf_gate(int isa, const GateCall* call) { kernels_of(isa).gate(*call); }
+RF_EXPORT void rf_mask(int isa, const MaskCall* call) { kernels_of(isa).mask(*call); }
+RF_EXPORT void rf_peak(int isa, const PeakCall* call) { kernels_of(isa).peak(*call); }
+RF_EXPORT void rf_weigh(int isa, const WeightCall* call) { kernels_of(isa).weigh(*call); }

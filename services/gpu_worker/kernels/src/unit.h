@@ -4,6 +4,7 @@
 #include "decoder.h"
 #include "engine_vector.h"
 #include "linear_int8.h"
+#include "sampling.h"
 #if defined(RF_AMX)
 #include "engine_amx.h"
 #include "linear_amx_int8.h"
@@ -57,4 +58,6 @@ void run_gate(const GateCall& c) { c.dtype == kBfloat16 ? gate_rows<bf16>(c) : g
 #define RF_UNIT(name)                                                                          \
   const radixfleet::Kernels radixfleet::name = {radixfleet::run_attention, radixfleet::run_linear, \
                                                 radixfleet::run_decoder, radixfleet::run_norm, \
-                                                radixfleet::run_rope, radixfleet::run_gate};
+                                                radixfleet::run_rope, radixfleet::run_gate, \
+                                                radixfleet::mask_rows, radixfleet::peak_rows, \
+                                                radixfleet::weigh_rows};
