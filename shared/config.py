@@ -124,7 +124,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     device: typing.Literal["auto", "cpu", "cuda"] = "auto"
     dtype: typing.Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     load_format: typing.Literal["auto", "safetensors", "dummy"] = "auto"
-    quantization: typing.Literal["none", "int8"] = "none"  # of the weights, at load
+    quantization: typing.Literal["none", "int8", "fp8", "int4"] = "none"  # of the weights, at load
     model_impl: typing.Literal["auto", "own", "transformers"] = "auto"
     attention_backend: typing.Literal["auto", "native", "flashinfer", "reference"] = "auto"
     moe_backend: typing.Literal["auto", "flashinfer", "torch"] = "auto"

@@ -11,6 +11,8 @@ ROW_TILE = 16
 PACK_ROWS = 32  # the batch the packed layout is chosen for; measured good from 1 to 512 rows
 
 Product = Callable[[torch.Tensor], torch.Tensor]
+MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Product]
+"""From a weight and a bias; it may raise for a weight that it cannot take."""
 
 
 class Linear:
@@ -45,13 +47,24 @@ class Linear:
         """x [rows, in] -> [rows, out]."""
         return self._product(x) if self._row_tile == 0 else self._tiled(x)
 
-    def prepare(self, *, deterministic: bool, tiles: dict[torch.Size, int] | None = None) -> None:
-        """Pack the weight where that pays; if `deterministic`, choose the largest tile whose rows are independent.
+    def place(self, device: torch.device) -> None:
+        """Give a weight that was made on "meta", without memory, its memory; any other stays where it is."""
+        weight = self.weight
+        if weight.device.type != "meta":
+            return
+        self._weight = weight = torch.empty_like(weight, device=device)
+        self.bias = bias = None if self.bias is None else torch.empty_like(self.bias, device=device)
+        self._product = lambda x: F.linear(x, weight, bias)
+
+    def prepare(
+        self, *, deterministic: bool, tiles: dict[torch.Size, int] | None = None, quantize: MakeProduct | None = None
+    ) -> None:
+        """Quantise or pack the weight; if `deterministic`, choose the largest tile whose rows are independent.
 
         `tiles` remembers the choice by shape: the order of sums depends on that, not on the numbers.
         """
         weight = self.weight
-        packed = _packed_product(weight, self.bias)
+        packed = _packed_product(weight, self.bias) if quantize is None else quantize(weight, self.bias)
         if packed is not None:
             self._product, self._weight = packed, None
         if deterministic:

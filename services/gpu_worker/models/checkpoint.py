@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,23 +71,28 @@ def digest(config: Mapping[str, Any], checkpoint: Checkpoint | None) -> str:
     return state.hexdigest()[:32]
 
 
+def check_names(
+    checkpoint: Checkpoint, wanted: Collection[str], ignorable: Callable[[str], bool] = lambda _: False
+) -> None:
+    """Raises ModelError that names missing or unexpected tensors."""
+    available, targets = set(checkpoint.names()), set(wanted)
+    missing = sorted(targets - available)
+    if missing:
+        raise ModelError(f"{checkpoint.folder}: missing tensors: {_listing(missing)}")
+    unexpected = sorted(name for name in available - targets if not ignorable(name))
+    if unexpected:
+        raise ModelError(f"{checkpoint.folder}: unexpected tensors: {_listing(unexpected)}")
+
+
 def copy_weights(
     checkpoint: Checkpoint,
     targets: Mapping[str, torch.Tensor],
-    ignorable: Callable[[str], bool] = lambda _: False,
     part: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
 ) -> None:
     """Fill every target (often a slice of a fused tensor) from the tensor of its name, or from `part` of it.
 
-    Raises ModelError that names missing, unexpected or misshapen tensors.
+    Raises ModelError that names a misshapen tensor.
     """
-    available = set(checkpoint.names())
-    missing = sorted(targets.keys() - available)
-    if missing:
-        raise ModelError(f"{checkpoint.folder}: missing tensors: {_listing(missing)}")
-    unexpected = sorted(name for name in available - targets.keys() if not ignorable(name))
-    if unexpected:
-        raise ModelError(f"{checkpoint.folder}: unexpected tensors: {_listing(unexpected)}")
     for name, target in targets.items():
         source = part(name, checkpoint.tensor(name))
         if source.shape != target.shape:

@@ -6,7 +6,7 @@ Leaves attention over the paged cache to a backend and the reading of files to `
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from services.gpu_worker.attention.base import AttentionBackend, AttentionSpec
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.kernels.library import Library
-from services.gpu_worker.layers.linear import Linear
+from services.gpu_worker.layers.linear import Linear, MakeProduct
 from services.gpu_worker.layers.mlp import GatedMlp
 from services.gpu_worker.layers.moe import ExpertsMaker, SparseMlp
 from services.gpu_worker.layers.norm import rms_norm
@@ -46,17 +46,20 @@ class DecoderLayer:
         *,
         deterministic: bool,
         group: TensorGroup | None = None,
+        quantized: bool = False,
     ) -> None:
+        """`quantized`: products get their memory from `place`, one layer after the other, and lose it again soon."""
         self.index = index
         self.spec = attention_spec(config, index)
         self._has_rope = config.rope_layers[index]
         self._heads, self._kv_heads, self._dim = config.num_heads, config.kv_heads, config.head_dim
         self._eps = config.norm_eps
-        linear = partial(Linear.empty, dtype=dtype, device=device)
+        products = torch.device("meta") if quantized else device
+        linear = partial(Linear.empty, dtype=dtype, device=products)
         rows = (config.num_heads + 2 * config.kv_heads) * config.head_dim
         self.qkv = linear(rows, config.hidden, bias=config.qkv_bias)
         self.output = linear(config.hidden, config.num_heads * config.head_dim, bias=config.output_bias)
-        self.mlp = _mlp(config, index, dtype, device, deterministic=deterministic)
+        self.mlp = _mlp(config, index, dtype, products, deterministic=deterministic)
         self.input_norm = torch.empty(config.hidden, dtype=dtype, device=device)
         self.mlp_norm = torch.empty(config.hidden, dtype=dtype, device=device)
         # q_norm and k_norm share one [heads + kv_heads, dim] weight so that one call normalises both.
@@ -71,6 +74,11 @@ class DecoderLayer:
         """All products but those of experts."""
         own = (self.qkv, self.output)
         return (*own, *self.mlp.linears()) if isinstance(self.mlp, GatedMlp) else own
+
+    def place(self, device: torch.device) -> None:
+        """Memory for products that were made without."""
+        for linear in self.linears():
+            linear.place(device)
 
     def forward(
         self, x: torch.Tensor, rope: RopeTables, attention: AttentionBackend, keep: torch.Tensor | None
@@ -107,14 +115,27 @@ class Decoder:
         max_context: int,
         deterministic: bool = False,
         group: TensorGroup | None = None,
+        quantize: MakeProduct | None = None,
     ) -> None:
+        """`quantize`: how the layers' products are kept; embedding and head stay what they are."""
         self.config = config
+        self._device = device
         self._group = group
+        self._quantize = quantize
+        self._tiles: dict[torch.Size, int] = {}
         self._shard = Shard(group.rank, group.size) if group is not None else Shard()
         self.own = self._shard.config(config)  # what of it is this rank's
         self.embedding = torch.empty((config.vocab_size, config.hidden), dtype=dtype, device=device)
         self.layers = [
-            DecoderLayer(index, self.own, dtype, device, deterministic=deterministic, group=group)
+            DecoderLayer(
+                index,
+                self.own,
+                dtype,
+                device,
+                deterministic=deterministic,
+                group=group,
+                quantized=quantize is not None,
+            )
             for index in range(config.num_layers)
         ]
         self.final_norm = torch.empty(config.hidden, dtype=dtype, device=device)
@@ -157,12 +178,29 @@ class Decoder:
 
         `names`: all that the checkpoint has, for what may be stored in one way or another.
         """
-        found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
-        if not self.config.tied:
-            found["lm_head.weight"] = self.head.weight
+        found = self._outer_targets()
         for layer in self.layers:
             found.update(_layer_targets(layer, self.own, names))
         return found
+
+    def _outer_targets(self) -> dict[str, torch.Tensor]:
+        found = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
+        if not self.config.tied:
+            found["lm_head.weight"] = self.head.weight
+        return found
+
+    def load(self, fill: Callable[[dict[str, torch.Tensor]], None], names: Collection[str] = ()) -> None:
+        """Have all targets filled, some at a time: no more than one layer of plain weights is there when quantising.
+
+        `names`: as for `targets`.
+        """
+        fill(self._outer_targets())
+        for layer in self.layers:
+            layer.place(self._device)
+            fill(_layer_targets(layer, self.own, names))
+            if self._quantize is not None:
+                for linear in layer.linears():
+                    linear.prepare(deterministic=self._deterministic, tiles=self._tiles, quantize=self._quantize)
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Of a checkpoint's tensor what belongs in the target of this name."""
@@ -195,12 +233,14 @@ class Decoder:
             self._native = NativeStep(kernels, self, deterministic=self._deterministic, int8=int8)
             if not self._native.keeps_plain:
                 return
-        tiles: dict[torch.Size, int] = {}
+        if self._quantize is not None:
+            self.head.prepare(deterministic=self._deterministic)
+            return
         for linear in (self.head, *(linear for layer in self.layers for linear in layer.linears())):
-            linear.prepare(deterministic=self._deterministic, tiles=tiles)
+            linear.prepare(deterministic=self._deterministic, tiles=self._tiles)
         for layer in self.layers:
             if isinstance(layer.mlp, SparseMlp):
-                layer.mlp.prepare(make_experts, tiles=tiles)
+                layer.mlp.prepare(make_experts, tiles=self._tiles)
 
 
 def _as_it_is(x: torch.Tensor) -> torch.Tensor:

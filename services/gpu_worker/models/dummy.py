@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,12 +14,12 @@ if TYPE_CHECKING:
 STANDARD_DEVIATION = 0.02
 
 
-def fill_random(decoder: Decoder, seed: int = 0) -> None:
+def fill_random(decoder: Decoder, targets: Mapping[str, torch.Tensor], seed: int = 0) -> None:
     """Norm weights become ones, all else normal. Each tensor has its own stream, so order does not matter.
 
     A rank draws whole tensors and keeps its part: all ranks together are the same model as one alone.
     """
-    for name, target in decoder.targets().items():
+    for name, target in targets.items():
         if name.endswith("norm.weight"):
             target.fill_(1.0)
             continue

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import partial
+from typing import Literal, Protocol, get_args
 
 import torch
 
 from services.gpu_worker.attention.base import AttentionBackend
 from services.gpu_worker.batch import ForwardBatch
+from services.gpu_worker.kernels.library import Library
 from services.gpu_worker.layers.moe import ExpertsMaker
 from services.gpu_worker.layers.moe_fused import MoeBackend, experts_maker
-from services.gpu_worker.models.checkpoint import Checkpoint, copy_weights, digest
+from services.gpu_worker.layers.quantized import CannotQuantize, QuantizedForm, Quantizer
+from services.gpu_worker.models.checkpoint import Checkpoint, check_names, copy_weights, digest
 from services.gpu_worker.models.config import ModelConfig, ModelError, ModelFolder, limit_context
 from services.gpu_worker.models.decoder import Decoder, attention_spec
 from services.gpu_worker.models.dummy import fill_random
@@ -21,7 +24,7 @@ from services.gpu_worker.models.native_step import native_kernels
 from services.gpu_worker.parallel.group import TensorGroup
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "fp8", "int4"]
 
 
 class Model(Protocol):
@@ -52,16 +55,17 @@ def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) 
     checkpoint = None if options.load_format == "dummy" else Checkpoint(folder.path)
     dtype = choose_dtype(folder, checkpoint, options)
     context = limit_context(decoder.native_context, options.context_length, extendable=decoder.rope.kind == "dynamic")
-    group = options.group
     model = Decoder(
-        decoder, dtype, options.device, max_context=context, deterministic=options.deterministic, group=group
+        decoder,
+        dtype,
+        options.device,
+        max_context=context,
+        deterministic=options.deterministic,
+        group=options.group,
+        quantize=_quantizer(decoder, dtype, options),
     )
-    if checkpoint is None:
-        fill_random(model)
-    else:
-        copy_weights(checkpoint, model.targets(set(checkpoint.names())), model.ignorable, model.part)
-    # The kernels run all layers in one call, with no room for the sums over ranks.
-    kernels = native_kernels(decoder, dtype, options.device) if options.native and group is None else None
+    _fill(model, checkpoint)
+    kernels = _kernels(decoder, dtype, options)
     int8 = options.quantization == "int8"
     if int8 and kernels is None:
         raise ModelError(
@@ -72,7 +76,7 @@ def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) 
         architecture=folder.architecture,
         model_type=folder.model_type,
         implementation="own",
-        digest=digest(folder.config, checkpoint) + ("-int8" if int8 else ""),
+        digest=digest(folder.config, checkpoint) + _suffix(options.quantization),
         dtype=dtype,
         vocab_size=decoder.vocab_size,
         hidden=decoder.hidden,
@@ -87,6 +91,41 @@ def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) 
         kv_scales=() if checkpoint is None else read_kv_scales(checkpoint, decoder.num_layers),
     )
     return config, model
+
+
+def _suffix(quantization: Quantization) -> str:
+    return "" if quantization == "none" else f"-{quantization}"
+
+
+def _kernels(decoder: DecoderConfig, dtype: torch.dtype, options: LoadOptions) -> Library | None:
+    """Those of the CPU. They run all layers in one call, with no room for the sums over ranks or other products."""
+    if not options.native or options.group is not None or options.quantization in get_args(QuantizedForm):
+        return None
+    return native_kernels(decoder, dtype, options.device)
+
+
+def _quantizer(decoder: DecoderConfig, dtype: torch.dtype, options: LoadOptions) -> Quantizer | None:
+    """Raises ModelError where there is no kernel for what is asked for."""
+    if options.quantization == "none" or options.quantization == "int8":
+        return None
+    if decoder.moe is not None:
+        raise ModelError(f"--quantization {options.quantization} is not for models with experts")
+    try:
+        return Quantizer(options.quantization, options.device, dtype)
+    except CannotQuantize as error:
+        raise ModelError(str(error)) from error
+
+
+def _fill(model: Decoder, checkpoint: Checkpoint | None) -> None:
+    if checkpoint is None:
+        model.load(partial(fill_random, model))
+        return
+    names = set(checkpoint.names())
+    check_names(checkpoint, model.targets(names), model.ignorable)
+    try:
+        model.load(lambda targets: copy_weights(checkpoint, targets, model.part), names)
+    except CannotQuantize as error:
+        raise ModelError(f"{checkpoint.folder}: {error}") from error
 
 
 def _experts_maker(decoder: DecoderConfig, dtype: torch.dtype, options: LoadOptions) -> ExpertsMaker | None:

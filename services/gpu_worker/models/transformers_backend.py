@@ -103,6 +103,7 @@ def load_transformers(folder: ModelFolder, options: LoadOptions) -> tuple[ModelC
         eos_ids=folder.eos_ids(),
         attention=specs,
         deterministic=options.deterministic,
+        kv_scales=(),
     )
     served = TransformersModel(model, bridge, specs, token_by_token=options.deterministic)
     check_history(served, config, options.device)
