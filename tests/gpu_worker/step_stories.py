@@ -10,16 +10,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.gpu_worker.engine import Engine
+from services.gpu_worker.slots import SlotLimits
 from shared.ints import pack
 from shared.messages.request import SamplingParams
 from shared.messages.step import PrefillRow, SlotOpen, StepCommand, StepResult
-from tests.gpu_worker.toy_engine import PAGE, VOCAB, Bench, open_slot, prefill, tokens
+from tests.gpu_worker.toy_engine import CPU, PAGE, VOCAB, ToyRunner, open_slot, prefill, tokens
 
-WORDS = -(-VOCAB // 32)
 SLOTS = 4
 PAGES_EACH = 16
 CONTEXT = PAGE * PAGES_EACH
+MAX_TOKENS = 64
+LIMITS = SlotLimits(SLOTS, SLOTS * PAGES_EACH, PAGE, CONTEXT, VOCAB)
 BROKEN = 13  # whoever ends in it has logits that are not finite
+
+
+def toy_engine() -> Engine:
+    """One piece, whatever the switch of `cuda.start` says."""
+    runner = ToyRunner(SLOTS * PAGES_EACH)
+    runner.broken_tokens = {BROKEN}
+    return Engine(runner, LIMITS, MAX_TOKENS, CPU)
 
 
 @dataclass
@@ -51,21 +61,22 @@ class Story:
 
 
 class Writer:
-    """Plays the scheduler against a host engine."""
+    """Plays the scheduler against a host engine, by default one over the toy model."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, engine: Engine | None = None) -> None:
         self._random = random.Random(seed)
-        self._bench = Bench(SLOTS, SLOTS * PAGES_EACH, CONTEXT, 64)
-        self._bench.runner.broken_tokens = {BROKEN}
+        self.engine = engine or toy_engine()
+        self._vocab = self.engine.slots.limits.vocab_size
+        self._masks: dict[int, tuple[bytes, bytes]] = {}
         self._seats: list[Seat | None] = [None] * SLOTS
         self._awaited: list[tuple[list[tuple[int, Seat]], StepResult]] = []
         self._features = {f for f in ("edits", "masks", "scores", "filters", "aborts") if self._random.random() < 0.6}
 
     def write(self, steps: int) -> Story:
-        story = Story([], self._bench.masks, [])
+        story = Story([], self._masks, [])
         for step in range(steps):
             command, outputs = self._command(step)
-            result = self._bench.engine.execute(command, self._bench.masks.__getitem__, incarnation=7)
+            result = self.engine.execute(command, self._masks.__getitem__, incarnation=7)
             story.commands.append(command)
             story.results.append(result)
             self._awaited.append((outputs, result))
@@ -82,7 +93,7 @@ class Writer:
             seat.over = seat.over or params_over
 
     def _stops(self, slot: int, seat: Seat) -> frozenset[int]:
-        return self._bench.engine.slots.stops[slot] if self._seats[slot] is seat else frozenset()
+        return self.engine.slots.stops[slot] if self._seats[slot] is seat else frozenset()
 
     def _command(self, step: int) -> tuple[StepCommand, list[tuple[int, Seat]]]:
         rng = self._random
@@ -125,7 +136,7 @@ class Writer:
 
     def _open(self, slot: int, copies: list[int]) -> SlotOpen:
         rng = self._random
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 14))]
+        prompt = [rng.randrange(self._vocab) for _ in range(rng.randint(1, 14))]
         seat = Seat(prompt, rng.choice([1, 2, 3, 8, 30]))
         first = slot * PAGES_EACH
         computed = 0
@@ -149,7 +160,7 @@ class Writer:
 
     def _params(self) -> SamplingParams:
         rng, on = self._random, self._features
-        fields: dict[str, object] = {"stop_token_ids": tuple(rng.sample(range(VOCAB), rng.choice([0, 10, 40])))}
+        fields: dict[str, object] = {"stop_token_ids": tuple(rng.sample(range(self._vocab), rng.choice([0, 10, 40])))}
         if rng.random() < 0.7:
             fields |= {"temperature": rng.choice([0.5, 1.0, 2.0]), "seed": rng.randrange(2**63)}
             if "filters" in on:
@@ -189,8 +200,8 @@ class Writer:
             rest = seat.prompt[seat.fed :]
             count = rng.randint(1, len(rest))
             last = count == len(rest)
-            spec = self._bench.engine.slots
-            scored = spec.is_open[slot] and spec.scored[slot] and seat.fed == 0
+            slots = self.engine.slots
+            scored = slots.is_open[slot] and slots.scored[slot] and seat.fed == 0
             following = -1 if last else rest[count]
             rows.append(
                 prefill(slot, rest[:count], last, **({"score_from": 0, "next_token": following} if scored else {}))
@@ -200,10 +211,10 @@ class Writer:
             seat.remaining = seat.sent_samples
             return 0
         if not seat.in_flight and seat.last_known >= 0 and rng.random() < 0.2:
-            rows.append(prefill(slot, [seat.last_known, rng.randrange(VOCAB), rng.randrange(VOCAB)]))
+            rows.append(prefill(slot, [seat.last_known, rng.randrange(self._vocab), rng.randrange(self._vocab)]))
             return 3
         if seat.forced:
-            rows.append(prefill(slot, [*seat.forced, rng.randrange(VOCAB)]))
+            rows.append(prefill(slot, [*seat.forced, rng.randrange(self._vocab)]))
             seat.forced = []
             return 2
         decode.append(slot)
@@ -214,13 +225,13 @@ class Writer:
         if "masks" not in self._features or rng.random() < 0.5:
             return []
         masked = [slot for slot in sampling if rng.random() < 0.6]
-        words = np.zeros((len(masked), WORDS), dtype="<u4")
+        words = np.zeros((len(masked), -(-self._vocab // 32)), dtype="<u4")
         for row, slot in enumerate(masked):
-            allowed = rng.sample(range(VOCAB), rng.choice([0, 1, 1, 30, 90]))
+            allowed = rng.sample(range(self._vocab), rng.choice([0, 1, 1, 30, 90]))
             for token in allowed:
                 words[row, token // 32] |= np.uint32(1 << (token % 32))
             if len(allowed) == 1:
                 self._seat(slot).forced = allowed  # the next row of the slot knows what this one yields
         if masked:
-            self._bench.masks[step] = (pack(masked), words.tobytes())
+            self._masks[step] = (pack(masked), words.tobytes())
         return masked

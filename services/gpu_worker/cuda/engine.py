@@ -216,6 +216,6 @@ class PipelinedEngine:
             forward_ms=step.begun.ms_at(step.forwarded),
             mask_wait_ms=waited_ms,
             sample_ms=step.forwarded.ms_at(step.done),
-            kv_bytes_read=self._engine.runner.kv_bytes_read + (self._graphs.kv_bytes_read if self._graphs else 0),
+            kv_bytes_read=self._engine.runner.kv_bytes_read,
             is_cuda_graph=step.is_graph,
         )
