@@ -76,6 +76,26 @@ def test_groups_are_read_row_by_row() -> None:
     assert "merge_state_in_place" not in api.calls
 
 
+def test_graphs_of_other_sizes_between_replays() -> None:
+    """They share their index buffers, and each replay follows its own plan."""
+    large, small = Scene([40, 7, 33, 9], seed=1), Scene([20, 31], seed=2)
+    api, cache = FakeFlashInfer(float32=True), large.cache()
+    attention, captured = large.backend(api, cache), {}
+    for scene in (large, small):
+        graph = attention.graph_backend(len(scene.decodes), 4)
+        graph.plan(scene.batch())
+        with api.capture() as calls:
+            out = graph.forward(0, scene.q, scene.k, scene.v, scene.specs[0])
+        captured[len(scene.decodes)] = graph, calls, out
+    for scene in (small, large, small):
+        cache.layers[0].zero_()[: len(scene.contents)] = scene.contents
+        graph, calls, out = captured[len(scene.decodes)]
+        graph.plan(scene.batch())
+        for call in calls:
+            call()
+        torch.testing.assert_close(out, scene.expected()[0], rtol=0.0, atol=5e-6)
+
+
 def test_graphs_of_several_sizes_and_eager_steps_share_a_cache() -> None:
     scene = Scene([40, 7])
     api, cache = FakeFlashInfer(float32=True), scene.cache()

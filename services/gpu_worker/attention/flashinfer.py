@@ -20,7 +20,7 @@ import torch
 from services.gpu_worker.attention.base import AttentionBackend, AttentionSpec
 from services.gpu_worker.attention.cascade import CascadeCosts, choose
 from services.gpu_worker.attention.flashinfer_api import FlashInferApi, FlashInferMissing, import_flashinfer
-from services.gpu_worker.attention.flashinfer_graph import GraphDecode
+from services.gpu_worker.attention.flashinfer_graph import GraphDecode, IndexBuffers
 from services.gpu_worker.attention.flashinfer_parts import KeyCounter, Layers, PlanFence, Shape, Writer
 from services.gpu_worker.attention.flashinfer_passes import SpecPass, StepPages
 from services.gpu_worker.batch import ForwardBatch, HostColumns, SharedGroup
@@ -104,6 +104,7 @@ class FlashInferAttention:
             spec: SpecPass(api, self._shape, spec, self._workspace) for spec in dict.fromkeys(config.attention)
         }
         self._fence = PlanFence(self._shape.device)
+        self._buffers: IndexBuffers | None = None  # of graphs: best asked for from the largest down
 
     @property
     def kv_bytes_read(self) -> int:
@@ -132,17 +133,12 @@ class FlashInferAttention:
         return spec_pass.run(q, self._layers[layer], self._layers.scales(layer))
 
     def graph_backend(self, batch_size: int, max_pages: int) -> AttentionBackend:
-        """As GraphAttention; each holds some 8 MiB of the device for each distinct spec."""
-        return GraphDecode(
-            self._api,
-            self._shape,
-            self._layers,
-            self._specs,
-            self._workspace,
-            self._counter,
-            batch_size,
-            max_pages,
-        )
+        """As GraphAttention; each holds some 8 MiB of the device, and of pinned memory, for each distinct spec."""
+        pages = batch_size * max_pages
+        if self._buffers is None or not self._buffers.holds(batch_size, pages):
+            self._buffers = IndexBuffers.empty(batch_size, pages, self._shape.device)
+        buffers = self._buffers.part(batch_size, pages)
+        return GraphDecode(self._api, self._shape, self._layers, self._specs, self._workspace, self._counter, buffers)
 
     def cascade_gain(self, batch: ForwardBatch) -> int:
         """Bytes that one step reads less when its groups are read together; 0 where that does not pay.

@@ -6,6 +6,8 @@ kernels. A batch whose groups save more than a graph does is better run eagerly 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -25,10 +27,30 @@ from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.kv_cache import KV_LAYOUT
 
 
+@dataclass(frozen=True, slots=True)
+class IndexBuffers:
+    """Where plans put the rows' page lists. Graphs of all sizes read the beginning of one set, each after its plan."""
+
+    indptr: torch.Tensor  # int32 [rows + 1]
+    indices: torch.Tensor  # int32 [pages of all rows]
+    last_page_len: torch.Tensor  # int32 [rows]
+
+    @classmethod
+    def empty(cls, rows: int, pages: int, device: torch.device) -> IndexBuffers:
+        sizes = (rows + 1, pages, rows)
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
+
+    def holds(self, rows: int, pages: int) -> bool:
+        return len(self.last_page_len) >= rows and len(self.indices) >= pages
+
+    def part(self, rows: int, pages: int) -> IndexBuffers:
+        return IndexBuffers(self.indptr[: rows + 1], self.indices[:pages], self.last_page_len[:rows])
+
+
 class GraphDecode:
     """An AttentionBackend whose forward() reads nothing but its arguments, the cache and buffers that never move.
 
-    specs: one a layer. Every captured graph is replayed after a plan() of its own.
+    specs: one a layer. buffers: for exactly the graph's rows. Every graph is replayed after a plan() of its own.
     """
 
     def __init__(
@@ -39,25 +61,23 @@ class GraphDecode:
         specs: tuple[AttentionSpec, ...],
         workspace: torch.Tensor,
         counter: KeyCounter,
-        batch_size: int,
-        max_pages: int,
+        buffers: IndexBuffers,
     ) -> None:
+        batch_size = len(buffers.last_page_len)
         self._shape, self._layers, self._specs = shape, layers, specs
-        self._counter, self._batch_size, self._max_pages = counter, batch_size, max_pages
+        self._counter, self._batch_size = counter, batch_size
+        self._max_pages = len(buffers.indices) // batch_size
         self._writer = Writer(api, shape, layers, batch_size)
         self._fence = PlanFence(shape.device)
-        sizes = (batch_size + 1, batch_size * max_pages, batch_size)
-        # All wrappers are planned over the same rows, so they share these.
-        buffers = [torch.zeros(size, dtype=torch.int32, device=shape.device) for size in sizes]
         self._wrappers: dict[AttentionSpec, DecodeWrapper] = {
             spec: api.BatchDecodeWithPagedKVCacheWrapper(
                 workspace,
                 KV_LAYOUT,
                 use_cuda_graph=True,
                 use_tensor_cores=shape.tensor_cores,
-                paged_kv_indptr_buffer=buffers[0],
-                paged_kv_indices_buffer=buffers[1],
-                paged_kv_last_page_len_buffer=buffers[2],
+                paged_kv_indptr_buffer=buffers.indptr,
+                paged_kv_indices_buffer=buffers.indices,
+                paged_kv_last_page_len_buffer=buffers.last_page_len,
             )
             for spec in dict.fromkeys(specs)
         }
