@@ -83,6 +83,8 @@ def gen(
     Raises ValueError for wishes that exclude each other.
     """
     if api_url is not None:
+        if callable(api_url) and (api_headers or api_timeout is not None or api_max_bytes is not None):
+            raise ValueError("api_headers, api_timeout and api_max_bytes are for addresses, not for Python functions")
         return ApiCall(name, api_url, params or {}, api_headers or {}, max_tokens, api_timeout, api_max_bytes)
     if params is not None:
         raise ValueError("gen(params=...) needs api_url=...")

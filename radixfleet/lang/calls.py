@@ -8,9 +8,10 @@ Answers are bounded in time and size, and redirects are not followed. Leaves whe
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,8 @@ def perform(call: ApiCall, resolve: Callable[[Any], str]) -> str:
     """The answer as text. `resolve` gives the text of a value that may mention expressions. Raises ApiCallError."""
     params = {name: _plain(value, resolve) for name, value in call.params.items()}
     if callable(call.target):
-        return answer_text(call.target(**params))
+        answer = call.target(**params)
+        return answer_text(asyncio.run(answer) if inspect.iscoroutine(answer) else answer)
     headers = {name: resolve(value) for name, value in call.headers.items()}
     return _fetch(call, resolve(call.target), params, headers)
 
@@ -95,39 +97,46 @@ def _plain(value: Any, resolve: Callable[[Any], str]) -> Any:
 
 def _fetch(call: ApiCall, address: str, params: dict[str, Any], headers: dict[str, str]) -> str:
     who = f"gen({call.name!r})"
-    url = httpx.URL(address)
+    try:
+        url = httpx.URL(address)
+    except httpx.InvalidURL as error:
+        raise ApiCallError(f"{who}: api_url is no address: {address!r} ({error})") from error
     entry = _entry(who, url)
     timeout = call.timeout if call.timeout is not None else entry.timeout
     limit = call.max_bytes if call.max_bytes is not None else entry.max_bytes
     target = url.copy_merge_params(params)
     if entry.at is not None:
         target = target.copy_with(scheme=entry.at.scheme, host=entry.at.host, port=entry.at.port)
-    deadline = time.monotonic() + timeout
     try:
-        with (
-            httpx.Client(timeout=timeout, follow_redirects=False) as client,
-            client.stream("GET", target, headers=headers) as response,
-        ):
-            body = _bounded(who, url, response, deadline, limit)
-    except httpx.TimeoutException as error:
+        status, text = asyncio.run(_get(target, headers, limit, timeout))
+    except (TimeoutError, httpx.TimeoutException) as error:
         raise ApiCallError(f"{who}: {url.host} did not answer within {timeout:g} s") from error
-    except httpx.HTTPError as error:
+    except _TooLong as error:
+        raise ApiCallError(f"{who}: the answer of {url.host} is longer than {limit} bytes") from error
+    except (httpx.HTTPError, UnicodeError) as error:
         raise ApiCallError(f"{who}: the call to {url.host} failed: {error or type(error).__name__}") from error
-    text = body.decode(response.encoding or "utf-8", "replace")
-    if response.status_code >= 300:
-        raise ApiCallError(f"{who}: {url.host} answered with status {response.status_code}: {text[:300]}")
+    if status >= 300:
+        raise ApiCallError(f"{who}: {url.host} answered with status {status}: {text[:300]}")
     return text
 
 
-def _bounded(who: str, url: httpx.URL, response: httpx.Response, deadline: float, limit: int) -> bytes:
+class _TooLong(Exception):
+    pass
+
+
+async def _get(target: httpx.URL, headers: dict[str, str], limit: int, seconds: float) -> tuple[int, str]:
+    """Status and text. In a loop of its own, because only there one time-out covers a server that drips."""
     body = bytearray()
-    for piece in response.iter_bytes():
-        body += piece
-        if len(body) > limit:
-            raise ApiCallError(f"{who}: the answer of {url.host} is longer than {limit} bytes")
-        if time.monotonic() > deadline:
-            raise ApiCallError(f"{who}: {url.host} did not finish its answer in time")
-    return bytes(body)
+    async with (
+        asyncio.timeout(seconds),
+        httpx.AsyncClient(timeout=seconds, follow_redirects=False) as client,
+        client.stream("GET", target, headers=headers) as response,
+    ):
+        async for piece in response.aiter_bytes():
+            body += piece
+            if len(body) > limit:
+                raise _TooLong
+    return response.status_code, body.decode(response.encoding or "utf-8", "replace")
 
 
 def _entry(who: str, url: httpx.URL) -> Allowed:

@@ -54,5 +54,7 @@ def get_server_info(backend: Any = None) -> dict[str, Any]:
 
 
 def endpoint_of(backend: Any) -> Backend:
-    """A Runtime stands for its endpoint."""
+    """A Runtime stands for its endpoint. Raises TypeError for an address alone."""
+    if isinstance(backend, str):
+        raise TypeError(f"a backend is wanted, not a text: RuntimeEndpoint({backend!r})")
     return cast(Backend, getattr(backend, "endpoint", backend))

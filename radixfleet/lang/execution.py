@@ -116,13 +116,14 @@ class Execution:
     def _end(self, error: BaseException | None) -> BaseException | None:
         """Leave nothing running, and the first error where every read meets it."""
         if error is not None:
+            self._executor.fail(error)  # before the requests that are ended for it tell of that
             self._run.cancel()
         else:
             error = self._run.unseen_error()
-        if error is not None:
-            self._executor.fail(error)
-        else:
-            self._warn_of_unused()
+            if error is not None:
+                self._executor.fail(error)
+            else:
+                self._warn_of_unused()
         with self._run.changed:
             self._run.author = None
         self._executor.log.wake()

@@ -126,7 +126,8 @@ class Executor:
         self._refuse_own_thread()
         self.run.ask()
         while True:
-            with self.run.changed:
+            with self.run.changed:  # an interrupted join() would take a living thread for a dead one
+                self.run.changed.wait_for(lambda: not self._active, timeout)
                 thread = self._thread
             if thread is not None:
                 thread.join(timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from radixfleet.lang.errors import LanguageError
 from radixfleet.lang.executor import Executor
 from radixfleet.lang.optimizations import WORTH_A_REQUEST
 
@@ -20,7 +21,7 @@ class ForkGroup:
     def __init__(self, states: list[ProgramState], parent: Executor) -> None:
         self._states = states
         self._parent = parent
-        self._from = parent.transcript.position
+        self._from = parent.transcript.place
         self._known = set(parent.variables)
 
     def __len__(self) -> int:
@@ -75,9 +76,11 @@ class ForkGroup:
 
     def _append(self, executors: list[Executor]) -> None:
         self._parent.settle()
+        if any(one.transcript.left_turn(self._from) for one in [self._parent, *executors]):
+            raise LanguageError("texts of forks can be joined only where all stand in the turn in which they began")
         for executor in executors:
-            self._parent.transcript.append_pieces(executor.transcript.pieces(self._from))
-            self._parent.say(executor.transcript.text(self._from))
+            self._parent.transcript.append_turns(executor.transcript, self._from)
+            self._parent.say(executor.transcript.text(self._from.position))
 
 
 def check_size(size: int) -> None:

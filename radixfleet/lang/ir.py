@@ -51,6 +51,13 @@ class Expr:
     def __bool__(self) -> bool:
         raise TypeError(f"{self!r} has no value yet; append it to the state and read state[{self.name!r}]")
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str | int | float):
+            raise TypeError(f"{self!r} has no value yet; append it to the state and read state[{self.name!r}]")
+        return self is other
+
+    __hash__ = object.__hash__
+
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(f"{self!r} has no value yet; append it to the state and read state[{self.name!r}]")
 

@@ -32,6 +32,8 @@ class Program:
         names = list(inspect.signature(function).parameters)
         if not names or names[0] != "s":
             raise TypeError(f"the first parameter of {function.__name__} must be s, the program's state")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"{function.__name__} yields, so calling it would run nothing; a program only returns")
         functools.update_wrapper(self, function)
         self.function = function
         self.arg_names = names[1:]

@@ -9,8 +9,19 @@ Knows no backend and no threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from radixfleet.backend.base import Answer, CutPart, IdsPart, Message, Part, Prompt, TextPart
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a transcript stood: pieces, turns begun, turns ended, and the role of the open one."""
+
+    position: int
+    roles: int
+    messages: int
+    open_role: str | None
 
 
 class Transcript:
@@ -29,6 +40,10 @@ class Transcript:
         other = Transcript()
         other.__dict__.update({name: list(v) if isinstance(v, list) else v for name, v in self.__dict__.items()})
         return other
+
+    @property
+    def place(self) -> Place:
+        return Place(self.position, len(self.roles), len(self._messages), self.open_role)
 
     @property
     def position(self) -> int:
@@ -60,6 +75,17 @@ class Transcript:
     def append_pieces(self, pieces: Sequence[Part]) -> None:
         for piece in pieces:
             self._add(piece)
+
+    def left_turn(self, since: Place) -> bool:
+        """Whether the turn that was open then (or none) is no longer the one at the end."""
+        within = since.open_role is not None
+        return self.open_role != since.open_role or (within and len(self.roles) != since.roles)
+
+    def append_turns(self, other: Transcript, since: Place) -> None:
+        """What another transcript, a copy of this one as it was at `since`, has said since then."""
+        self.append_pieces(other.pieces(since.position))
+        self.roles += other.roles[since.roles :]
+        self._messages += other._messages[since.messages :]
 
     def append_answer(self, answer: Answer, text: str) -> None:
         """The model's continuation of `prompt()`: its ids, and `text` for the reader."""

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from radixfleet.lang import calls
-from radixfleet.lang.ir import ApiCall, Expr, items_of, values_in
+from radixfleet.lang.ir import ApiCall, Expr, expressions_in, items_of, values_in
 
 if TYPE_CHECKING:
     from radixfleet.lang.executor import Executor
@@ -58,6 +58,10 @@ def resolved(state: Executor, value: Any) -> str:
 
 def filled(state: Executor, value: Any) -> Any:
     """What a program returned; where it is or mentions expressions that were evaluated, their text stands for them."""
+    if type(value) in (dict, list, tuple) and next(expressions_in(value), None) is not None:
+        if isinstance(value, dict):
+            return {name: filled(state, inner) for name, inner in value.items()}
+        return type(value)(filled(state, inner) for inner in value)
     if not isinstance(value, str | Expr):
         return value
     items = items_of(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ class _Api(BaseHTTPRequestHandler):
         self.server.asked.append((url.path, parse_qs(url.query), dict(self.headers)))
         if url.path == "/slow":
             self.server.release.wait(20)
+        if url.path.startswith("/drip"):
+            self._drip(b"x-more: y\r\n" if url.path == "/drip-head" else b"\r\nword ")
+            return
         status = {"/broken": 500, "/moved": 302}.get(url.path, 200)
         body = b"x" * 2000 if url.path == "/long" else json.dumps({"sky": "sunny"}).encode()
         self.send_response(status)
@@ -33,6 +37,12 @@ class _Api(BaseHTTPRequestHandler):
         self.end_headers()
         for at in range(0, len(body), 500):
             self.wfile.write(body[at : at + 500])
+
+    def _drip(self, piece: bytes) -> None:
+        self.connection.sendall(b"HTTP/1.1 200 OK\r\n")
+        with contextlib.suppress(OSError):  # until the client has had enough
+            while not self.server.release.wait(0.05):
+                self.connection.sendall(piece)
 
 
 @pytest.fixture
@@ -266,3 +276,40 @@ def test_unknown_values_of_a_trace_have_none_here(fake: FakeServer) -> None:
 
     with pytest.raises(LanguageError, match="has no value here"):
         program.run()
+
+
+def test_one_time_out_covers_an_answer_that_drips(fake: FakeServer, api: Any) -> None:
+    allow_api_hosts(api.host, timeout=0.4)
+    for path in ("/drip-head", "/drip-body"):
+        with pytest.raises(ApiCallError, match=r"did not answer within 0\.4 s"):
+            weather(api.host, path).run(city="x")
+
+
+def test_async_functions_as_calls(fake: FakeServer) -> None:
+    async def look_up(city: str) -> dict[str, str]:
+        return {"city": city}
+
+    @function
+    def program(s: Any) -> None:
+        s += gen("found", api_url=look_up, params={"city": "Rome"})
+
+    assert program.run()["found"] == '{"city": "Rome"}'
+
+
+@pytest.mark.parametrize("limit", [{"api_timeout": 1.0}, {"api_max_bytes": 9}, {"api_headers": {"x": "y"}}])
+def test_limits_of_http_calls_are_none_of_functions(limit: Any) -> None:
+    with pytest.raises(ValueError, match="not for Python functions"):
+        gen("w", api_url=str, **limit)
+
+
+def test_addresses_and_headers_that_cannot_be_sent(fake: FakeServer, api: Any) -> None:
+    allow_api_hosts(api.host)
+
+    @function
+    def program(s: Any, url: str) -> None:
+        s += gen("w", api_url=url)
+
+    with pytest.raises(ApiCallError, match=r"gen\('w'\): api_url is no address: 'http://\[::1'"):
+        program.run(url="http://[::1")
+    with pytest.raises(ApiCallError, match="failed"):
+        weather(api.host, api_headers={"x-key": "€"}).run(city="x")

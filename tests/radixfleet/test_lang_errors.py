@@ -274,3 +274,24 @@ def test_a_forgotten_stream_ends_by_itself(fake: FakeServer) -> None:
     assert next(iterator) == "x"
     del iterator
     wait_until(lambda: not program_threads())
+
+
+@pytest.mark.parametrize("how", ["stream", "batch"])
+def test_an_exception_while_the_model_writes_is_told_not_its_consequence(
+    fake: FakeServer, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr("radixfleet.lang.executor.LOOK_AHEAD_S", 0.01)
+    fake.delay = lambda prompt: wait_until(lambda: bool(fake.aborted))
+
+    @function
+    def program(s: Any) -> None:
+        s += "x" + gen("a")
+        wait_until(lambda: fake.running > 0)
+        raise ValueError("mine")
+
+    state = program.run(stream=True) if how == "stream" else program.run_batch([()], on_error="keep")[0]
+    looks = [lambda: state["a"], state.text, lambda: list(state.text_iter()), lambda: list(state.text_iter("a"))]
+    for look in looks:
+        with pytest.raises(ValueError, match="mine"):
+            look()
+    assert isinstance(state.error(), ValueError)

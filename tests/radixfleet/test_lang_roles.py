@@ -126,3 +126,44 @@ def test_forked_conversations(fake: FakeServer) -> None:
     state = program.run()
     assert len(state.messages()) == 4
     assert state.text() == chatml({"messages": state.messages()})
+
+
+def test_turns_of_joined_forks_are_turns_of_the_parent(fake: FakeServer) -> None:
+    @function
+    def program(s: Any) -> None:
+        s += system("Be brief.")
+        forks = s.fork(2)
+        forks += lambda i: user(f"Say {i}") + assistant(gen(max_tokens=2))
+        forks.join("concate_and_append")
+        s += user("Sum up.") + assistant(gen("sum"))
+
+    state = program.run(temperature=0)
+    roles = [message["role"] for message in state.messages()]
+    assert roles == ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
+    assert [message["content"] for message in state.messages()[1::2]] == ["Say 0", "Say 1", "Sum up."]
+    assert state.text() == chatml({"messages": state.messages()})
+
+
+@pytest.mark.parametrize("inside", [user("b") + sgl.assistant_begin(), sgl.user_begin()])
+def test_forks_within_turns_of_their_own_have_no_text_to_join(fake: FakeServer, inside: Any) -> None:
+    @function
+    def program(s: Any) -> None:
+        s += user("a")
+        forks = s.fork(2)
+        forks += inside
+        forks.join("concate_and_append")
+
+    with pytest.raises(LanguageError, match="in the turn in which they began"):
+        program.run()
+
+
+def test_forks_inside_a_turn_are_joined_inside_it(fake: FakeServer) -> None:
+    @function
+    def program(s: Any) -> None:
+        with s.user():
+            s += "a"
+            forks = s.fork(2)
+            forks += lambda i: f" {i}"
+            forks.join("concate_and_append")
+
+    assert program.run().messages() == [{"role": "user", "content": "a 0 1"}]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from radixfleet import function, gen
+from radixfleet import function, gen, select, set_default_backend
 from tests.radixfleet.fake_model_server import END, FakeServer
 
 
@@ -130,3 +130,49 @@ def test_a_compiled_program_has_its_arguments(fake: FakeServer) -> None:
     assert compiled.run(y="b").text() == "ab"
     assert compiled.run("c", "d").text() == "cd"
     assert [state.text() for state in compiled.run_batch([{"y": "b"}, {"x": "c", "y": "d"}])] == ["ab", "cd"]
+
+
+def test_returned_lists_hold_texts(fake: FakeServer) -> None:
+    kept = ["x", 1]
+
+    @function
+    def program(s: Any) -> Any:
+        word = gen("word", max_tokens=1)
+        s += "A" + word
+        return {"all": [word, f"<{word}>", (word, 3)], "kept": kept}
+
+    state = program.run()
+    word = state["word"]
+    assert state.ret_value == {"all": [word, f"<{word}>", (word, 3)], "kept": kept}
+
+
+def test_a_value_is_not_compared_before_it_exists(fake: FakeServer) -> None:
+    @function
+    def program(s: Any) -> None:
+        tool = select("tool", ["calculator", "search"])
+        s += "I take the " + tool
+        if tool == "calculator":
+            s += "!"
+
+    with pytest.raises(TypeError, match=r"has no value yet; append it to the state and read state\['tool'\]"):
+        program.run()
+    known = gen("x")
+    assert known in [gen("y"), known]
+    assert known not in [gen("x"), None]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_that_yields_is_no_program(is_async: bool) -> None:
+    def program(s: Any) -> Any:
+        yield s
+
+    async def awaited(s: Any) -> Any:
+        yield s
+
+    with pytest.raises(TypeError, match="yields"):
+        function(awaited if is_async else program)
+
+
+def test_an_address_is_no_backend() -> None:
+    with pytest.raises(TypeError, match=r"RuntimeEndpoint\('http://127\.0\.0\.1:1'\)"):
+        set_default_backend("http://127.0.0.1:1")
