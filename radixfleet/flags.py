@@ -146,6 +146,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _text("--attention-backend", "kernels of attention: native on CPU, flashinfer on CUDA [auto]",
               ("auto", "native", "flashinfer", "reference")),
         _text("--moe-backend", "kernels of experts on CUDA [auto]", ("auto", "flashinfer", "torch")),
+        _switch("--disable-cuda-graph", help="launch every kernel of a decode step by itself"),
+        _int("--cuda-graph-max-bs", "rows of the largest CUDA graph [--max-running-requests]"),
         _int("--threads", "threads of a worker on CPU [physical cores shared by the workers]"),
         _switch("--enable-deterministic-inference", "--deterministic", help="sums do not depend on the batch",
                 setting="deterministic"),

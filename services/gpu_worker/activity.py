@@ -70,6 +70,7 @@ class Activity:
             "sample_ms": stats.sample_ms,
             "mask_wait_ms": stats.mask_wait_ms,
             "kv_bytes_read": float(stats.kv_bytes_read),
+            "is_cuda_graph": float(stats.is_cuda_graph),
             **{name: float(value) for name, value in self._totals.items()},
         }
 

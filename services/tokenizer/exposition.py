@@ -125,7 +125,7 @@ class Exposition:
             ("spec_accept_rate", "", "Accepted share of draft tokens", 0.0),
             ("utilization", "", "Running requests over seats", load.utilization),
             ("new_token_ratio", "", "Share of the tokens still to come for which room is kept", load.kept_share),
-            ("is_cuda_graph", "", "Whether steps are replayed as CUDA graphs", 0.0),
+            ("is_cuda_graph", "", "Whether steps are replayed as CUDA graphs", load.cuda_graph),
             ("", "kv_free_tokens", "Free tokens of the KV pool", load.free_tokens),
             ("", "kv_cached_tokens", "Tokens held by the radix tree alone", load.cached_tokens),
             ("", "workers_ready", "Workers that take requests", load.workers),

@@ -25,6 +25,7 @@ class Load(msgspec.Struct, frozen=True):
     kept_share: float = 0.0
     load_weights_seconds: float = 0.0
     startup_seconds: float = 0.0
+    cuda_graph: float = 0.0  # 1: the last step of a worker was a replay
 
     @property
     def used_tokens(self) -> int:
@@ -61,6 +62,7 @@ class Load(msgspec.Struct, frozen=True):
             kept_share=counters.get("new_token_ratio", 0.0),
             load_weights_seconds=_slowest(status, "load_weights_seconds"),
             startup_seconds=_slowest(status, "startup_seconds"),
+            cuda_graph=_slowest(status, "is_cuda_graph"),
         )
 
 
