@@ -67,6 +67,7 @@ def create(context: Context) -> ASGIApp:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # a redirect goes to whatever host, and by whatever scheme, the request named
     )
     for family in _FAMILIES:
         app.include_router(family.router(context))

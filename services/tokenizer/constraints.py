@@ -49,14 +49,14 @@ class _Found(NamedTuple):
 
 def read(fields: ConstraintFields, names: Names) -> Constraint | None:
     """The one constraint of a request. Raises ApiError where there are two, or where a switch has nothing to switch."""
-    found = [_field(names(kind), kind, getattr(fields, kind)) for kind in KINDS if _is_given(getattr(fields, kind))]
+    found = [_field(names(kind), kind, getattr(fields, kind)) for kind in KINDS if getattr(fields, kind) is not None]
     if isinstance(fields, OpenAIFields):
         found += _response_format(fields.response_format or {})
         found += _structured_outputs(fields.structured_outputs or {})
         found += [
             _field(name, kind, getattr(fields, name))
             for name, kind in _GUIDED.items()
-            if _is_given(getattr(fields, name))
+            if getattr(fields, name) is not None
         ]
     if len(found) > 1:
         text = " and ".join(item.field for item in found[:2])
@@ -89,16 +89,14 @@ def _constraint(found: _Found, fields: ConstraintFields, names: Names) -> Constr
         jump_forward=fields.jump_forward is not False,
         # Half a JSON document is worth nothing; half a text of another grammar may be what was asked for.
         refuse_small_budget=found.kind == "json_schema" or within_budget is True,
-        field="" if found.field == names(found.kind) else found.field,
+        field="" if found.field == found.kind else found.field,
     )
 
 
-def _is_given(value: Any) -> bool:
-    return value is not None and value != ""
-
-
 def _field(name: str, kind: str, value: Any) -> _Found:
-    """A source as text: objects and lists are written as JSON."""
+    """A source as text: objects and lists are written as JSON. An empty one is no wish for no constraint: refused."""
+    if value == "":
+        raise invalid(f"{name} is empty; leave it out where nothing is to be constrained.", name, "bad_constraint")
     return _Found(name, kind, value if isinstance(value, str) else msgspec.json.encode(value).decode())
 
 
@@ -132,7 +130,7 @@ def _structured_outputs(wishes: dict[str, Any]) -> list[_Found]:
     found = []
     for key, kind in _STRUCTURED.items():
         value = wishes.get(key)
-        if not _is_given(value):
+        if value is None:
             continue
         wanted = {"regex": str, "ebnf": str, "lark": str, "choice": list}.get(kind, str | dict | bool)
         if not isinstance(value, wanted):

@@ -1,6 +1,6 @@
 """uvicorn's HTTP parser with bounds it lacks: how large a request's head may be and how long it may take.
 
-Leaves bodies to body and everything after the head to uvicorn.
+What is no HTTP is answered in the one envelope. Leaves bodies to body and everything after the head to uvicorn.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._in_head:
             self._head_bytes += len(data)
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what is no HTTP."""
+        self._refuse(ApiError(400, msg, code="invalid_http"))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -239,6 +239,8 @@ async def test_unknown_routes_and_methods(door: httpx.AsyncClient) -> None:
         ("GET", "/generate", 405),
         ("DELETE", CHAT, 405),
         ("GET", "/v1/models/other", 404),
+        ("POST", CHAT + "/", 404),  # no redirect to wherever the Host header says
+        ("GET", "/health/", 404),
     ):
         answer = await door.request(method, path)
         assert answer.status_code == status, path
@@ -272,7 +274,13 @@ async def test_unknown_fields_are_listed(door: httpx.AsyncClient) -> None:
 
 
 async def test_neutral_values_of_refused_fields_are_fine(door: httpx.AsyncClient) -> None:
-    fields: dict[str, Any] = {"regex": None, "lora_path": None, "return_hidden_states": False, "ebnf": "", "tools": []}
+    fields: dict[str, Any] = {
+        "regex": None,
+        "lora_path": None,
+        "return_hidden_states": False,
+        "lora_id": "",
+        "tools": [],
+    }
     answer = await door.post(CHAT, json=chat(max_tokens=1, tool_choice="auto", **fields)[1])
     assert answer.status_code == 200, answer.text
 

@@ -76,10 +76,37 @@ async def test_idle_connections_are_kept(service: TokenizerService, monkeypatch:
 
 
 async def test_no_http_at_all(service: TokenizerService) -> None:
-    for data in (b"\x00\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00"):
-        assert (await raw(service, data)).startswith(b"HTTP/1.1 400")
+    twice = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\ncontent-length: 2\r\n\r\n{}"
+    for data in (b"\x00\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00", twice):
+        head, _, body = (await raw(service, data)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400")
+        assert json.loads(body)["error"]["code"] == "invalid_http"
     async with httpx.AsyncClient(base_url=service.url) as client:
         assert (await client.get("/health")).status_code == 200
+
+
+async def test_no_http_behind_a_request_never_speaks_into_its_answer(
+    service: TokenizerService, backend: FakeBackend
+) -> None:
+    def endless(request: Any) -> Script:
+        made = Script([270])
+        made.endless = True
+        return made
+
+    backend.script = endless
+    client = RawClient(service.url)
+    await client.send("/generate", {"text": "hello", "stream": True, "sampling_params": {"max_new_tokens": 100}})
+    await client.read_until(b"data: ")
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(client.socket, b"\x00 no HTTP\r\n\r\n")
+    rest = b""
+    with contextlib.suppress(ConnectionResetError):
+        async with asyncio.timeout(10):
+            while piece := await loop.sock_recv(client.socket, 65536):
+                rest += piece
+    assert b"HTTP/1.1" not in rest
+    await backend.until(lambda: len(backend.aborted) == 1 and backend.live == 0)
+    client.socket.close()
 
 
 async def test_memory_for_bodies_is_bounded(service: TokenizerService) -> None:

@@ -93,7 +93,8 @@ async def test_11_errors_are_readable_in_the_sdk(house: WholeHouse) -> None:
 
 
 BAD_CONSTRAINTS: list[tuple[str, Any]] = [
-    *(("regex", pattern) for pattern in ("foo**", "(", "[a", "(?=x)", "a{9,2}", "\\")),
+    *(("regex", pattern) for pattern in ("foo**", "(", "[a", "(?=x)", "a{9,2}", "\\", "")),
+    ("json_schema", ""),
     ("json_schema", "[]"),
     ("json_schema", "5"),
     ("json_schema", {"type": "stuff"}),
