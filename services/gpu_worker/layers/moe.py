@@ -80,6 +80,11 @@ class SparseMlp:
             raise RuntimeError("experts are called before their weights are prepared")
         return self._experts(x, *self.route(x))
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a graph can hold it; the reference asks the host which experts have tokens."""
+        return self._experts is not None and not isinstance(self._experts, SortedExperts)
+
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Every token's experts, int32 [T, k], best first, and their weights, fp32 [T, k]."""
         probabilities = self.router(x).float().softmax(-1)

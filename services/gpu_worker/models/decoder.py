@@ -147,6 +147,11 @@ class Decoder:
         self._deterministic = deterministic
         self._native: NativeStep | None = None
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold a forward, as far as the layers are concerned."""
+        return all(layer.mlp.capturable for layer in self.layers if isinstance(layer.mlp, SparseMlp))
+
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """fp32 logits [len(batch.logit_rows), vocab]; of a group only rank 0 has them all."""
         attention.plan(batch)
