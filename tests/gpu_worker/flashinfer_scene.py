@@ -10,12 +10,12 @@ import torch
 from services.gpu_worker.attention.base import AttentionBackend, AttentionSpec
 from services.gpu_worker.attention.cascade import CascadeCosts
 from services.gpu_worker.attention.flashinfer import FlashInferAttention
+from services.gpu_worker.attention.flashinfer_api import FlashInferApi
 from services.gpu_worker.attention.flashinfer_parts import Shape
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.batch import ForwardBatch, SharedGroup
 from services.gpu_worker.kv_cache import FP8, KVCache
 from services.gpu_worker.models.config import ModelConfig
-from tests.gpu_worker.flashinfer_fake import FakeFlashInfer
 from tests.gpu_worker.tiny_models import UNDEFINED_PAGE
 
 CPU = torch.device("cpu")
@@ -40,6 +40,7 @@ class Scene:
     dtype: torch.dtype = torch.float32
     scales: tuple[tuple[float, float], ...] = ()  # one pair a layer: the cache has 8 bits
     seed: int = 0
+    device: torch.device = CPU
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
@@ -53,10 +54,12 @@ class Scene:
                 self.tables[row][:pages] = self.tables[rows[0]][:pages]
         self.num_pages = num_pages
         shape = (num_pages, 2, self.kv_heads, self.page_size, self.dim)
-        self.contents = torch.randn(shape, generator=self.generator).to(FP8 if self.scales else self.dtype)
+        self.contents = (
+            torch.randn(shape, generator=self.generator).to(FP8 if self.scales else self.dtype).to(self.device)
+        )
         tokens = sum(new for _, new in self.rows)
         fused = torch.randn((tokens, self.heads + 2 * self.kv_heads, self.dim), generator=self.generator).to(self.dtype)
-        self.q, self.k, self.v = fused.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        self.q, self.k, self.v = fused.to(self.device).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
 
     @property
     def config(self) -> ModelConfig:
@@ -80,7 +83,9 @@ class Scene:
     def cache(self) -> KVCache:
         layers = len(self.specs)
         dtype = FP8 if self.scales else self.dtype
-        cache = KVCache(layers, self.num_pages, self.page_size, self.kv_heads, self.dim, dtype, CPU, self.scales)
+        cache = KVCache(
+            layers, self.num_pages, self.page_size, self.kv_heads, self.dim, dtype, self.device, self.scales
+        )
         for layer in cache.layers:
             layer.copy_(self.contents)
         return cache
@@ -91,20 +96,24 @@ class Scene:
         slots = [t[p // size] * size + p % size for t, span in zip(self.tables, spans, strict=True) for p in span]
         width = max(map(len, self.tables)) + 1
         indptr = torch.tensor([0, *(len(span) for span in spans)]).cumsum(0)
+
+        def on(values: list[int] | list[list[int]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+
         return ForwardBatch(
-            token_ids=torch.zeros(len(slots), dtype=torch.int64),
-            positions=torch.tensor([p for span in spans for p in span]),
-            qo_indptr=indptr.int(),
-            kv_lengths=torch.tensor([span.stop for span in spans], dtype=torch.int32),
-            page_tables=torch.tensor([t + [UNDEFINED_PAGE] * (width - len(t)) for t in self.tables], dtype=torch.int32),
-            kv_slots=torch.tensor(slots),
-            logit_rows=torch.zeros(0, dtype=torch.int64),
+            token_ids=on([0] * len(slots)),
+            positions=on([p for span in spans for p in span]),
+            qo_indptr=indptr.int().to(self.device),
+            kv_lengths=on([span.stop for span in spans], torch.int32),
+            page_tables=on([t + [UNDEFINED_PAGE] * (width - len(t)) for t in self.tables], torch.int32),
+            kv_slots=on(slots),
+            logit_rows=on([]),
             num_decode_rows=len(self.decodes),
-            groups=tuple(SharedGroup(torch.tensor(rows, dtype=torch.int32), pages) for rows, pages in self.groups),
+            groups=tuple(SharedGroup(on(rows, torch.int32), pages) for rows, pages in self.groups),
         )
 
     def backend(
-        self, api: FakeFlashInfer, cache: KVCache | None = None, costs: CascadeCosts | None = None
+        self, api: FlashInferApi, cache: KVCache | None = None, costs: CascadeCosts | None = None
     ) -> FlashInferAttention:
         return FlashInferAttention(cache or self.cache(), self.config, api, costs)
 

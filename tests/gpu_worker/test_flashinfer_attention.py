@@ -45,7 +45,7 @@ specs = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     decodes=lengths,
     prefills=chunks,

@@ -137,7 +137,7 @@ def scenes(draw: st.DrawFn) -> Scene:
     return Scene(decodes, prefills, groups, kv_heads, heads, specs=specs, seed=draw(st.integers(0, 999)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(scene=scenes())
 def test_a_cascade_equals_plain_decode(scene: Scene) -> None:
     actual = scene.layers(scene.backend(FakeFlashInfer(float32=True), costs=FREE))
