@@ -15,6 +15,7 @@ from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.kv_cache import FP8, KVCache, kv_format
 from services.gpu_worker.layers.moe_fused import MoeBackend
 from services.gpu_worker.models.config import ModelConfig, ModelError, ModelFolder, UnsupportedModel, read_folder
+from services.gpu_worker.models.decoder import Decoder
 from services.gpu_worker.models.families import read_decoder_config
 from services.gpu_worker.models.loading import LoadFormat, LoadOptions, Model, Quantization, load_own
 from services.gpu_worker.parallel.group import TensorGroup
@@ -38,14 +39,14 @@ class ModelRunner:
     ) -> None:
         self.config = config
         self.kv_cache = kv_cache
-        self._model = model
-        self._attention = attention
+        self.model = model
+        self.attention = attention
         self._max_batched_tokens = max_batched_tokens
 
     @property
     def kv_bytes_read(self) -> int:
         """Bytes of K and V that attention has read from the cache so far."""
-        return self._attention.kv_bytes_read
+        return self.attention.kv_bytes_read
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """One step: writes the tokens' K and V, returns fp32 logits [len(batch.logit_rows), vocab].
@@ -55,7 +56,7 @@ class ModelRunner:
         if batch.num_tokens > self._max_batched_tokens:
             raise ValueError(f"a step of {batch.num_tokens} tokens exceeds the limit of {self._max_batched_tokens}")
         with torch.inference_mode():
-            return self._model.forward(batch, self._attention)
+            return self.model.forward(batch, self.attention)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,11 @@ class LoadedModel:
     device: torch.device
     attention_backend: str
     kv_dtype: torch.dtype
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can hold its forward pass, which then never waits for the device."""
+        return isinstance(self.model, Decoder) and self.model.capturable
 
     def kv_bytes_per_page(self, page_size: int) -> int:
         """Bytes of one page over all layers."""

@@ -12,7 +12,9 @@ import structlog
 import torch
 
 from services.gpu_worker import device as devices
-from services.gpu_worker.cuda.start import graph_device, split
+from services.gpu_worker.cuda.device import GraphDevice
+from services.gpu_worker.cuda.graphs import DecodeGraphs
+from services.gpu_worker.cuda.start import GraphPlan, graph_device, split
 from services.gpu_worker.engine import Engine
 from services.gpu_worker.executor import StepEngine
 from services.gpu_worker.faults import is_out_of_memory
@@ -59,7 +61,8 @@ class BuiltEngine:
     hello: WorkerHello
     gauges: dict[str, float]
     group: TensorGroup | None
-    device: torch.device
+    device: GraphDevice | None  # None: its steps are best executed in one piece
+    graphs: DecodeGraphs | None
 
 
 def start_engine(config: WorkerConfig) -> StartedEngine:
@@ -67,7 +70,7 @@ def start_engine(config: WorkerConfig) -> StartedEngine:
     built = build_engine(config)
     if built.group is not None:
         return StartedEngine(LeadingEngine(built.engine, built.group), built.hello, built.gauges)
-    return StartedEngine(split(built.engine, graph_device(built.device)), built.hello, built.gauges)
+    return StartedEngine(split(built.engine, built.device, built.graphs), built.hello, built.gauges)
 
 
 def build_engine(config: WorkerConfig) -> BuiltEngine:
@@ -88,12 +91,16 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
     loaded = time.monotonic()
     weight_bytes = own_bytes(device) - own_before
     wish = _wish(config, model, device)
-    pages = plan_pages(wish, free_before, free_bytes(device))
+    graph_plan = GraphPlan.of(config, model, wish.max_slots)
+    reserved = graph_plan.reserve(model.config, wish.page_size, wish.bytes_per_page)
+    pages = plan_pages(wish, free_before, free_bytes(device) - reserved)
     if group is not None:
         pages = group.least(pages)
     tokens = config.max_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type]
-    runner, pages = _allocate(model, wish, pages, tokens, group)
+    runner, pages = _allocate(model, wish, pages, tokens, group, graph_plan.scratch_pages)
     log.info(f"KV cache: {pages} pages, {pages * wish.page_size} tokens, {pages * wish.bytes_per_page // MIB} MiB")
+    steps_on = graph_device(device) if group is None else None
+    graphs = graph_plan.capture(runner, steps_on, pages, wish.page_size, reserved) if steps_on is not None else None
     limits = SlotLimits(wish.max_slots, pages, wish.page_size, wish.max_context, model.config.vocab_size)
     hello = WorkerHello(
         worker_id="",
@@ -119,17 +126,20 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
         "load_weights_seconds": loaded - loading,
         "startup_seconds": time.monotonic() - began,
     }
-    return BuiltEngine(Engine(runner, limits, tokens, device), hello, gauges, group, device)
+    return BuiltEngine(Engine(runner, limits, tokens, device), hello, gauges, group, steps_on, graphs)
 
 
 def _allocate(
-    model: LoadedModel, wish: PoolWish, pages: int, max_batched_tokens: int, group: TensorGroup | None
+    model: LoadedModel, wish: PoolWish, pages: int, max_batched_tokens: int, group: TensorGroup | None, scratch: int
 ) -> tuple[ModelRunner, int]:
-    """The runner with as many of the planned pages as there is memory for; the same number on every rank."""
+    """The runner with as many of the planned pages as there is memory for, the same number on every rank.
+
+    `scratch`: pages beyond them.
+    """
 
     def build(pages: int) -> ModelRunner | None:
         try:
-            return model.build_runner(pages, wish.page_size, max_batched_tokens)
+            return model.build_runner(pages + scratch, wish.page_size, max_batched_tokens)
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise

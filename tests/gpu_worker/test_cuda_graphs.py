@@ -60,8 +60,9 @@ class PoisonedDevice(HostDevice):
 class PoisonedAttention:
     """A GraphAttention over the reference; what a row's table holds beyond its pages is no page."""
 
-    def __init__(self, kv_cache: KVCache) -> None:
+    def __init__(self, kv_cache: KVCache, page_size: int = PAGE) -> None:
         self._cache = kv_cache
+        self._page_size = page_size
         self._eager = ReferenceAttention(kv_cache)
         self.gain = 0
         self.planned: list[ForwardBatch] = []
@@ -85,8 +86,8 @@ class PoisonedAttention:
             def plan(self, batch: ForwardBatch) -> None:
                 assert batch.num_rows == batch_size
                 assert batch.page_tables.shape[1] == max_pages
-                check_host(batch)
-                used = -(-batch.kv_lengths // PAGE)
+                check_host(batch, outer._page_size)
+                used = -(-batch.kv_lengths // outer._page_size)
                 beyond = torch.arange(max_pages) >= used[:, None]
                 batch.page_tables[beyond] = UNDEFINED_PAGE
                 outer.planned.append(batch)
@@ -101,14 +102,14 @@ class PoisonedAttention:
         return self.gain if batch.groups else 0
 
 
-def check_host(batch: ForwardBatch) -> None:
+def check_host(batch: ForwardBatch, page_size: int) -> None:
     """What plans are made from is what the kernels will find."""
     host = batch.host
     assert host is not None
     assert host.qo_indptr.tolist() == batch.qo_indptr.tolist() == list(range(batch.num_rows + 1))
     assert host.kv_lengths.tolist() == batch.kv_lengths.tolist()
     for row, length in enumerate(host.kv_lengths.tolist()):
-        pages = -(-length // PAGE)
+        pages = -(-length // page_size)
         assert host.page_tables[row, :pages].tolist() == batch.page_tables[row, :pages].tolist()
 
 
