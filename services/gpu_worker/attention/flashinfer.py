@@ -116,7 +116,7 @@ class FlashInferAttention:
         self._plan(batch, self._costs)
 
     def _plan(self, batch: ForwardBatch, costs: CascadeCosts) -> None:
-        pages = StepPages.of(batch, self._shape)
+        pages = StepPages(batch, self._shape)
         self._fence.wait()
         self._writer.plan(batch.kv_slots)
         for spec_pass in self._passes.values():

@@ -5,7 +5,7 @@ Planned once a step, run once a layer. Leaves K and V to the Writer and the choi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -28,24 +28,24 @@ from services.gpu_worker.kv_cache import KV_LAYOUT
 Scales = tuple[float | None, float | None]
 
 
-@dataclass(frozen=True, slots=True)
 class StepPages:
-    """What all specs of a step share: the rows' pages, once on the device."""
+    """The rows' pages as all specs of a step share them, once on the device; made where a spec asks for them."""
 
-    batch: ForwardBatch
-    host: HostColumns
-    decode: PlannedPages | None
-    prefill: PlannedPages | None
+    def __init__(self, batch: ForwardBatch, shape: Shape) -> None:
+        self.batch, self.host, self._shape = batch, batch.host_columns(), shape
 
-    @classmethod
-    def of(cls, batch: ForwardBatch, shape: Shape) -> StepPages:
-        host, split = batch.host_columns(), batch.num_decode_rows
+    @cached_property
+    def decode(self) -> PlannedPages:
+        """Of decode rows alone."""
+        return self._planned(slice(self.batch.num_decode_rows))
 
-        def planned(part: slice) -> PlannedPages | None:
-            tables, lengths = host.page_tables[part], host.kv_lengths[part]
-            return PlannedPages.of(page_lists(tables, lengths, shape.page_size), shape.device) if len(tables) else None
+    @cached_property
+    def prefill(self) -> PlannedPages:
+        return self._planned(slice(self.batch.num_decode_rows, None))
 
-        return cls(batch, host, planned(slice(split)), planned(slice(split, None)))
+    def _planned(self, part: slice) -> PlannedPages:
+        lists = page_lists(self.host.page_tables[part], self.host.kv_lengths[part], self._shape.page_size)
+        return PlannedPages.of(lists, self._shape.device)
 
 
 class SpecPass:
@@ -77,12 +77,12 @@ class SpecPass:
         if batch.groups:
             self._cascade = choose(host, batch.groups, split, self._shape.page_size, window, costs)
         self.keys = keys_read(np.diff(host.qo_indptr), host.kv_lengths, window)
-        if pages.decode is not None:
+        if split:
             private = pages.decode if self._cascade is None else self._plan_shared(self._cascade, host)
             self._decode.plan(
                 private.indptr, private.indices, private.last_page_len, *self._shape.heads, **self._options
             )
-        if pages.prefill is not None:
+        if split < batch.num_rows:
             queries = pinned(host.qo_indptr[split:] - host.qo_indptr[split], self._shape.device)
             self._plan_prefill(self._prefill, queries, pages.prefill, causal=True)
 

@@ -36,11 +36,11 @@ def page_lists(tables: Int32s, lengths: Int32s, page_size: int, skip: Int32s | N
         raise ValueError("attention plan: a row has no tokens, or more than its page table holds")
     indptr = np.zeros(len(ends) + 1, dtype=np.int64)
     np.cumsum(counts, out=indptr[1:])
-    rows = np.repeat(np.arange(len(ends)), counts)
-    columns = np.arange(indptr[-1]) + np.repeat(starts - indptr[:-1], counts)
+    # Slices of rows are copied whole: several times faster than one index for each page.
+    parts = [table[start:end] for table, start, end in zip(tables, starts.tolist(), ends.tolist(), strict=True)]
     return PageLists(
         indptr.astype(np.int32),
-        np.ascontiguousarray(tables[rows, columns], dtype=np.int32),
+        np.concatenate(parts, dtype=np.int32) if parts else np.zeros(0, dtype=np.int32),
         ((lengths - 1) % page_size + 1).astype(np.int32),
     )
 
