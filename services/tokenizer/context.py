@@ -75,14 +75,15 @@ class Context:
     def ignored(self, names: list[str]) -> dict[str, str]:
         """The header that lists fields nobody here knows; each is logged once. Raises ApiError in strict mode."""
         self.refuse_unknown(names)
-        shown = [name for name in names if name.isascii() and name.isprintable()][:_MAX_IGNORED]
         if not names:
             return {}
+        shown = [_in_a_header(name) for name in names[:_MAX_IGNORED]]
         for name in shown:
             if name not in self._ignored_seen and len(self._ignored_seen) < 1000:
                 self._ignored_seen.add(name)
-                log.info("unknown field ignored", field=name[:64])
-        return {IGNORED_HEADER: ", ".join(name[:64].replace(",", "?") for name in shown) or "?"}
+                log.info("unknown field ignored", field=name)
+        more = ["..."] if len(names) > _MAX_IGNORED else []
+        return {IGNORED_HEADER: ", ".join(shown + more)}
 
     def refuse_unknown(self, names: list[str]) -> None:
         """With --strict-fields, 400 for fields that nobody knows."""
@@ -121,3 +122,8 @@ class Context:
             prompt_tokens=sum(map(ints.count, prompts.values())),
             output_tokens=sum(stream.received for stream in group.streams),
         )
+
+
+def _in_a_header(name: str) -> str:
+    """A client's name of a field, short, visible and without what separates names: others are written as escapes."""
+    return ascii(name)[1:-1].replace(",", "\\x2c")[:64]

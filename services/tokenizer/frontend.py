@@ -94,6 +94,11 @@ class Frontend:
             return self.status.detail or "No worker is ready."
         return "" if self._links.ready else "No detokenizer is connected."
 
+    def refuse_unless_alive(self) -> None:
+        """Raises ApiError (503) while nothing is heard of the scheduler."""
+        if not self.fresh:
+            raise unavailable("The scheduler is not reachable.")
+
     def refuse_unless_ready(self) -> None:
         reason = self.why_not_ready()
         if reason:

@@ -34,10 +34,5 @@ def _complete(path: str, responses: dict[str, Any]) -> None:
     elif path in STREAMS:
         succeeded["content"] = {JSON: {}, STREAM: {}}
     failure: dict[str, Any] = {JSON: {} if path.startswith(OTHER_ENVELOPE) else {"schema": _FAILURE}}
-    if path in TEXTS:
-        failure[PLAIN] = {}
     for code, text in (("4XX", "The request is at fault"), ("503", "Not ready")):
-        answer: dict[str, Any] = {"description": text}
-        if path not in EMPTY or code == "4XX":
-            answer["content"] = failure
-        responses[code] = answer
+        responses[code] = {"description": text, "content": failure}

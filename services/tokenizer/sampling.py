@@ -29,7 +29,7 @@ MAX_STOP_IDS = 1024
 MAX_ID = (1 << 31) - 1
 MAX_BIASES = 4096
 MAX_SCORE_BYTES = 16 << 20
-_INTEGER = re.compile(r"-?[0-9]{1,20}")
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,19}")  # one way to write it: no id twice
 _FALLBACK = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 

@@ -241,13 +241,15 @@ class RecordingAnswerer:
         return self._inner.whole(outputs)
 
 
-def read(params: dict[str, Any] | None, choices: int) -> SessionParams | None:
-    """The field as a request has it. Raises ApiError, also where the request has more than one choice."""
+def read(params: dict[str, Any] | None, choices: int, unknown: list[str]) -> SessionParams | None:
+    """The field as a request has it; what nobody knows in it is added to `unknown`.
+
+    Raises ApiError, also where the request has more than one choice.
+    """
     if not params:
         return None
-    wishes, unknown = validation.convert(params, SessionParams, {}, f"{PARAM}.")
-    if unknown:
-        raise invalid(f"{unknown[0]} is not known.", unknown[0], "invalid_value")
+    wishes, others = validation.convert(params, SessionParams, {}, f"{PARAM}.")
+    unknown += others
     if choices != 1:
         raise invalid(f"{PARAM} goes with one prompt and one choice.", PARAM, "invalid_value")
     return wishes

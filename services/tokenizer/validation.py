@@ -85,8 +85,8 @@ def in_range(name: str, value: N | None, low: float, high: float, *, above: bool
     if value is None:
         return None
     if value != value or value > high or value < low or (above and value == low):
-        bounds = f"greater than {low:g}" if above else f"at least {low:g}"
-        upper = f" and at most {high:g}" if high < math.inf else ""
+        bounds = f"greater than {_bound(low)}" if above else f"at least {_bound(low)}"
+        upper = f" and at most {_bound(high)}" if high < math.inf else ""
         raise invalid(f"{name} must be {bounds}{upper}, not {_shown(value)}.", name, "out_of_range")
     return value
 
@@ -135,6 +135,10 @@ def per_item(name: str, value: T | list[T] | None, count: int, default: T) -> li
             raise invalid(f"{name} has {len(value)} entries for a batch of {count}.", name, "invalid_value")
         return [default if item is None else item for item in value]
     return [default if value is None else value] * count
+
+
+def _bound(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _shown(value: float) -> str:

@@ -154,6 +154,11 @@ BAD: list[tuple[tuple[str, dict[str, Any]], str | None, str | None]] = [
     (generate(image_data="http://x"), "image_data", "unsupported_parameter"),
     (generate(input_embeds=[[1.0]]), "input_embeds", "unsupported_parameter"),
     (generate(session_params={"id": "x"}), "session_params.id", "session_not_found"),
+    (generate(templated=True), "templated", "invalid_value"),
+    (("/generate", {"prompt_parts": []}), "prompt_parts", "empty_prompt"),
+    (("/generate", {"prompt_parts": [{"text": TOO_LONG}]}), "prompt_parts", "context_length_exceeded"),
+    (("/generate", {"prompt_parts": [{"text": "x"}], "parse_special": False}), "parse_special", "invalid_value"),
+    (sampled(logit_bias={"5": 1, "05": 2}), "sampling_params.logit_bias", "invalid_value"),
     (("/tokenize", {"prompt": 5}), "prompt", "invalid_type"),
     (("/detokenize", {"tokens": [VOCAB_SIZE]}), "tokens", "out_of_range"),
     (("/abort_request", {}), "rid", "missing_required_parameter"),
@@ -194,6 +199,11 @@ async def test_both_numbers_of_a_length_error(door: httpx.AsyncClient) -> None:
     message = answer.json()["error"]["message"]
     assert str(CONTEXT + 1) in message
     assert str(CONTEXT) in message
+
+
+async def test_bounds_are_told_to_the_digit(door: httpx.AsyncClient) -> None:
+    message = (await door.post(CHAT, json=chat(priority=2**31)[1])).json()["error"]["message"]
+    assert message == "priority must be at least -2147483648 and at most 2147483647, not 2147483648."
 
 
 async def test_bodies_that_are_no_requests(door: httpx.AsyncClient) -> None:
@@ -268,7 +278,14 @@ async def test_unknown_fields_are_listed(door: httpx.AsyncClient) -> None:
     assert answer.headers["x-radixfleet-ignored"] == "wibble, sampling_params.wobble"
     answer = await door.post(CHAT, json={**chat(max_tokens=1)[1], "böse\r\nx": 1})
     assert answer.status_code == 200
-    assert answer.headers["x-radixfleet-ignored"] == "?"
+    assert answer.headers["x-radixfleet-ignored"] == r"b\xf6se\r\nx"
+    answer = await door.post(CHAT, json={**chat(max_tokens=1)[1], **{f"x{i:02},": 1 for i in range(40)}})
+    listed = answer.headers["x-radixfleet-ignored"].split(", ")
+    assert listed == [*(rf"x{i:02}\x2c" for i in range(32)), "..."]
+    opened = await door.post("/open_session", json={"capacity_of_str_len": 100})
+    body = {**generate()[1], "session_params": {"id": opened.json(), "wubble": 1}}
+    answer = await door.post("/generate", json=body)
+    assert (answer.status_code, answer.headers["x-radixfleet-ignored"]) == (200, "session_params.wubble")
     answer = await door.post(CHAT, json=chat(max_tokens=1, user="me", stop=None, logit_bias=None, tools=[])[1])
     assert "x-radixfleet-ignored" not in answer.headers
 

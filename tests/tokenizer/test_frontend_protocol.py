@@ -126,11 +126,12 @@ async def test_stale_status_refuses_at_once(client: httpx.AsyncClient, backend: 
     await backend.stop()
     answer = await ready(client, 503)
     assert answer.headers["retry-after"] == "1"
-    assert (await client.get("/health")).status_code == 503
+    for path in ("/health", "/ping", "/health_generate"):
+        answer = await client.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "service_unavailable"), path
     answer = await client.post("/v1/completions", json={"prompt": "x"})
     assert answer.status_code == 503
     assert answer.json()["error"]["type"] == "server_error"
-    assert (await client.get("/health_generate")).status_code == 503
     assert (await client.post("/flush_cache")).status_code == 503
     await backend.start()
 

@@ -80,7 +80,8 @@ async def test_flush_cache(client: httpx.AsyncClient, backend: FakeBackend) -> N
     backend.flush_ok = False
     answer = await client.post("/flush_cache")
     assert answer.status_code == 400
-    assert "2 requests are running" in answer.text
+    assert "2 requests are running" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == "cache_in_use"
     assert {operation.name for operation in backend.operations} == {"flush_cache"}
 
 

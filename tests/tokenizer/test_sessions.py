@@ -144,7 +144,6 @@ async def test_what_sessions_refuse(client: httpx.AsyncClient, backend: FakeBack
         ("/close_session", {"session_id": "unknown"}, "session_id"),
         ("/generate", {"text": "x", "session_params": {"rid": "a"}}, "session_params.id"),
         ("/generate", {"text": "x", "session_params": {"id": "s", "rid": "a"}}, "session_params.rid"),
-        ("/generate", {"text": "x", "session_params": {"id": "s", "ids": 1}}, "session_params.ids"),
         ("/generate", {"text": ["x", "y"], "session_params": {"id": "s"}}, "session_params"),
         ("/generate", {"text": "x", "sampling_params": {"n": 2}, "session_params": {"id": "s"}}, "session_params"),
         ("/v1/chat/completions", {"messages": [], "session_id": "s"}, "session_id"),

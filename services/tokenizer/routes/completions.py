@@ -53,7 +53,7 @@ async def _answer(context: Context, wishes: CompletionBody, unknown: list[str]) 
     params = _params(context, wishes)
     ids = await encode_prompts(context, texts, "prompt", wishes.parse_special is not False)
     recorder = None
-    session = sessions.read(wishes.session_params, candidates * len(texts))
+    session = sessions.read(wishes.session_params, candidates * len(texts), unknown)
     if session is not None:
         [(wishes.rid, _)] = requests.item_rids(single(wishes.rid, "rid"), 1, False)
         ids[0], recorder = context.sessions.enter(calls.current().tenant, session, wishes.rid, ids[0])

@@ -117,7 +117,8 @@ def _loads(routes: APIRouter, context: Context) -> None:
     @routes.get("/ping", include_in_schema=False)
     async def ping() -> Response:
         """200 while this process lives and hears the scheduler."""
-        return Response(status_code=200 if context.frontend.fresh else 503)
+        context.frontend.refuse_unless_alive()
+        return Response(status_code=200)
 
 
 async def _operate(context: Context, name: Literal["pause", "continue", "set_log_level"], argument: str = "") -> None:

@@ -37,6 +37,7 @@ from services.tokenizer.scripts.parts import encode_parts
 from services.tokenizer.sessions import RecordingAnswerer
 
 DEFAULT_MAX_TOKENS = 128
+PROMPTS = ("text", "input_ids", "prompt_parts")
 NAMES = Names("sampling_params.", NATIVE_NAMES)
 
 
@@ -97,10 +98,10 @@ class _Generation:
     async def answer(self) -> Response:
         context, wishes = self._context, self._wishes
         timer = RequestTimer(context.measurements, self._count * self._n, streaming=bool(wishes.stream))
-        param = "text" if wishes.input_ids is None else "input_ids"
+        param = next(name for name in PROMPTS if getattr(wishes, name) is not None)
         ids = await self._encode(param)
         recorder = None
-        session = sessions.read(wishes.session_params, self._count * self._n)
+        session = sessions.read(wishes.session_params, self._count * self._n, self._unknown)
         if session is not None:
             [(wishes.rid, _)] = requests.item_rids(single(wishes.rid, "rid"), 1, False)
             ids[0], recorder = context.sessions.enter(calls.current().tenant, session, wishes.rid, ids[0])
@@ -229,12 +230,17 @@ def _idle_score_fields(wishes: GenerateBody, strict: bool) -> list[str]:
 
 def _prompts_of(wishes: GenerateBody) -> tuple[list[Text], bool]:
     """The prompts of the request, and whether they came as a batch."""
-    given = [name for name in ("text", "input_ids", "prompt_parts") if getattr(wishes, name) is not None]
+    given = [name for name in PROMPTS if getattr(wishes, name) is not None]
     if not given:
         raise invalid("Give text, input_ids or prompt_parts.", "text", "missing_required_parameter")
     if len(given) > 1:
         raise invalid(f"{' and '.join(given)} cannot be used together.", given[1], "invalid_value")
+    if wishes.templated and wishes.prompt_parts is None:
+        raise invalid("templated goes with prompt_parts.", "templated", "invalid_value")
     if wishes.prompt_parts is not None:
+        if wishes.parse_special is False:
+            text = "parse_special cannot be used with prompt_parts: literal says it for each of them."
+            raise invalid(text, "parse_special", "invalid_value")
         return [""], False
     if wishes.text is not None:
         return split_prompts(wishes.text, "text"), isinstance(wishes.text, list)

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from services.tokenizer import body, calls, requests, sse
 from services.tokenizer.access import SECRETS
 from services.tokenizer.context import Context
-from services.tokenizer.errors import ApiError, invalid
+from services.tokenizer.errors import ApiError, invalid, unavailable
 from services.tokenizer.load import Load
 from services.tokenizer.openapi import takes
 from services.tokenizer.requests import Prompt
@@ -38,7 +38,8 @@ def _health(routes: APIRouter, context: Context) -> None:
     @routes.get("/health")
     async def health() -> Response:
         """200 while this process lives and hears the scheduler."""
-        return Response(status_code=200 if frontend.fresh else 503)
+        frontend.refuse_unless_alive()
+        return Response(status_code=200)
 
     @routes.get("/ready")
     async def ready() -> Response:
@@ -52,8 +53,8 @@ def _health(routes: APIRouter, context: Context) -> None:
         try:
             async with asyncio.timeout(HEALTH_GENERATE_TIMEOUT_S):
                 await _generate_one(context)
-        except (ApiError, TimeoutError):
-            return Response(status_code=503)
+        except (ApiError, TimeoutError) as failure:
+            raise unavailable(f"No token was generated: {str(failure) or 'it took too long'}") from None
         return Response(status_code=200)
 
     if not context.config.enable_metrics:
@@ -178,7 +179,8 @@ def _command(routes: APIRouter, context: Context) -> None:
         """Empty the radix cache; 400 while requests run."""
         done = await context.frontend.operate("flush_cache")
         if not done.ok:
-            return PlainTextResponse(f"The cache was not flushed: {done.detail or 'requests are running'}.\n", 400)
+            reason = done.detail or "requests are running"
+            raise ApiError(400, f"The cache was not flushed: {reason}.", code="cache_in_use")
         return PlainTextResponse("Cache flushed.\n")
 
     @routes.post("/abort_request", openapi_extra=takes(AbortBody))

@@ -40,7 +40,7 @@ async def encode_run(engine: TextEngine, pieces: Sequence[Piece], limit: int, *,
     """Ids of texts that stand next to each other. Raises ApiError where they cannot fit `limit` tokens."""
 
     async def encode(text: str, *, special: bool, first: bool) -> array[int]:
-        return await engine.encode(text, limit, "prompt", parse_special=special, add_special_tokens=first)
+        return await engine.encode(text, limit, "prompt_parts", parse_special=special, add_special_tokens=first)
 
     merged = [
         Piece("".join(piece.text for piece in group), literal)
