@@ -58,7 +58,12 @@ class _Sizes:
 
     def _sum(self, schema: dict[str, Any], depth: int) -> int:
         size = self._scalar(schema)
-        size += self._object(schema, depth) + self._array(schema, depth)
+        names = schema.get("type", ("object", "array"))
+        types = names if isinstance(names, list | tuple) else (names,)
+        if "object" in types:
+            size += self._object(schema, depth)
+        if "array" in types:
+            size += self._array(schema, depth)
         for name in ("allOf", "$ref"):
             for inner in self._listed(schema, name):
                 size += self.of(inner, depth)
@@ -92,10 +97,12 @@ class _Sizes:
         for name, inner in properties.items():
             part = len(name.encode("utf-8", "replace")) + 4 + self.of(inner, depth)
             if name in names:
-                size += part
-            self._optional(part)
+                size += part  # every completion has it: its name obliges to nothing new
+            else:
+                self._optional(part)
         size += sum(len(name) + 6 for name in names if name not in properties)
-        for inner in (schema.get("additionalProperties"), *schema.get("patternProperties", {}).values()):
+        others = (schema.get("additionalProperties"), *schema.get("patternProperties", {}).values())
+        for inner in (inner for inner in others if inner is not False):
             self._optional(_UNKNOWN // 4 + self.of(inner, depth))
         return size
 

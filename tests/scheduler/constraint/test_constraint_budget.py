@@ -216,3 +216,13 @@ def test_a_guard_that_finds_no_end_gives_up_and_says_so() -> None:
     guard.restrict(matcher, 2, row)
     assert guard.lost
     assert (row == before).all()
+
+
+def test_a_required_property_obliges_to_nothing_new() -> None:
+    def step(required: list[str]) -> int:
+        properties = {"a_rather_long_name_of_a_property": {"type": "string", "minLength": 50}}
+        schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        return largest_step(schema, 64)
+
+    assert step(["a_rather_long_name_of_a_property"]) < 20
+    assert step([]) > 2 * 80
