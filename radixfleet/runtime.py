@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Generator, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -68,18 +68,13 @@ class Runtime:
         """The answer of /generate (a list for a list of prompts). Raises BackendError."""
         return generate(self.endpoint, prompt, sampling_params, fields)
 
-    async def async_generate(
+    def async_generate(
         self, prompt: str | Sequence[str], sampling_params: dict[str, Any] | None = None, **fields: Any
-    ) -> Any:
-        return await generate_async(self.endpoint, prompt, sampling_params, fields)
+    ) -> AsyncGeneration:
+        """The same for an event loop: await the answer, or iterate over its text (of one prompt) as it is generated."""
+        return AsyncGeneration(self.endpoint, prompt, sampling_params, fields)
 
-    async def add_request(self, prompt: str, sampling_params: dict[str, Any] | None = None) -> AsyncIterator[str]:
-        """New text as it is generated."""
-        shown = 0
-        async for event in await generate_async(self.endpoint, prompt, sampling_params, {"stream": True}):
-            text = event["text"]
-            yield text[shown:]
-            shown = len(text)
+    add_request = async_generate
 
     def cache_prefix(self, prefix: str) -> None:
         """Compute and cache a prefix."""
@@ -101,6 +96,25 @@ class Runtime:
 
     async def get_server_info_async(self) -> dict[str, Any]:
         return await asyncio.to_thread(self.get_server_info)
+
+
+class AsyncGeneration:
+    """A generation that starts when it is awaited or iterated."""
+
+    def __init__(self, endpoint: RuntimeEndpoint, prompt: Any, sampling_params: Any, fields: dict[str, Any]) -> None:
+        self._asked = (endpoint, prompt, sampling_params)
+        self._fields = fields
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return generate_async(*self._asked, self._fields).__await__()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        shown = 0
+        async for event in await generate_async(*self._asked, {**self._fields, "stream": True}):
+            text = event["text"]
+            if text[shown:]:
+                yield text[shown:]
+            shown = len(text)
 
 
 def flags_of(server_args: dict[str, Any]) -> list[str]:
