@@ -119,6 +119,18 @@ def test_a_kernel_that_does_not_compile_is_a_refusal(monkeypatch: pytest.MonkeyP
         build(HALF.cache(), HALF.config, FakeFlashInfer())
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: 700")])
+def test_a_lack_of_memory_and_a_broken_device_are_not_taken_for_that(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(FakeFlashInfer, "append_paged_kv_cache", fail)
+    with pytest.raises(type(error), match="CUDA"):
+        build(HALF.cache(), HALF.config, FakeFlashInfer())
+
+
 def test_a_kernel_that_gives_no_numbers_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeFlashInfer, "append_paged_kv_cache", lambda *args, **kwargs: None)
     cache = HALF.cache()

@@ -24,6 +24,7 @@ from services.gpu_worker.attention.flashinfer_graph import GraphDecode, IndexBuf
 from services.gpu_worker.attention.flashinfer_parts import KeyCounter, Layers, PlanFence, Shape, Writer
 from services.gpu_worker.attention.flashinfer_passes import SpecPass, StepPages
 from services.gpu_worker.batch import ForwardBatch, HostColumns, SharedGroup
+from services.gpu_worker.faults import classify
 from services.gpu_worker.kv_cache import FP8, KVCache
 from services.gpu_worker.models.config import ModelConfig
 
@@ -75,12 +76,14 @@ def refusal(kv_cache: KVCache, config: ModelConfig) -> str | None:
 def build(kv_cache: KVCache, config: ModelConfig, api: FlashInferApi) -> FlashInferAttention:
     """The backend after a trial step, so that kernels are compiled now and what cannot work fails here.
 
-    Raises FlashInferUnavailable.
+    Raises FlashInferUnavailable; a lack of memory and an error of the device are the start's and come as they are.
     """
     attention, began = FlashInferAttention(kv_cache, config, api), time.monotonic()
     try:
         attention.warm_up()
-    except (RuntimeError, ValueError, OSError) as error:  # no compiler, no kernel for this card
+    except Exception as error:  # no compiler, no kernel for this card: building them can fail in many ways
+        if classify(error) in ("oom", "cuda"):
+            raise
         raise FlashInferUnavailable(f"flashinfer's kernels do not run here: {error}") from error
     log.info("flashinfer kernels are ready", seconds=round(time.monotonic() - began, 2))
     return attention
