@@ -12,9 +12,10 @@ import torch
 from services.gpu_worker.layers import moe_fused
 from services.gpu_worker.layers.moe import Experts, SortedExperts
 from services.gpu_worker.layers.moe_fused import FusedExperts, GroupedExperts, TrustedMaker, experts_maker, swap_halves
+from services.gpu_worker.models import loading
 from services.gpu_worker.models.config import ModelError
 from tests.gpu_worker.test_moe import experts, inputs
-from tests.gpu_worker.tiny_models import load, save_model
+from tests.gpu_worker.tiny_models import Sequence, Session, load, random_tokens, save_model
 
 CPU = torch.device("cpu")
 
@@ -101,6 +102,26 @@ def test_grouped_products_give_the_references_result(tokens: int, dtype: torch.d
     expected = SortedExperts(gate_up, down, "silu")(x.to(dtype), choice, weights)
     assert actual.dtype == dtype
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
+
+
+def test_grouped_products_of_many_tokens_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, down = experts()
+    run, given = GroupedExperts(gate_up, down, "silu"), inputs(23)
+    whole = run(*given)
+    monkeypatch.setattr(moe_fused, "GROUPED_PAIRS", 12)
+    torch.testing.assert_close(run(*given), whole)
+
+
+def test_graphs_hold_experts_that_do_not_ask_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model("qwen3-moe-mixed", tmp_path)
+    assert not load(tmp_path, model_impl="own").is_capturable
+    monkeypatch.setattr(loading, "experts_maker", lambda *_given: TrustedMaker({"torch": GroupedExperts}, 3))
+    loaded = load(tmp_path, model_impl="own")
+    assert loaded.is_capturable
+    tokens = random_tokens(19, seed=3)
+    logits = Session(loaded).step([(Sequence(tokens), 19)])
+    expected = Session(load(tmp_path, model_impl="own", deterministic=True)).step([(Sequence(tokens), 19)])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
 def test_what_agrees_is_taken_for_every_layer() -> None:

@@ -21,6 +21,7 @@ from services.gpu_worker.layers.moe import Experts, ExpertsMaker, SortedExperts
 
 MoeBackend = Literal["auto", "flashinfer", "torch"]
 FUSED_ROWS = 4096  # more tokens go through in pieces: the kernel's scratch grows with them
+GROUPED_PAIRS = 16_384  # of a token and an expert at once, for the same reason
 TRIAL_ROWS = 8
 TRIAL_DISTANCE = 0.05  # relative; rounding stays below, another order of gate and up goes far beyond
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -85,6 +86,13 @@ class GroupedExperts:
 
     def __call__(self, x: torch.Tensor, choice: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """As Experts."""
+        size = max(1, GROUPED_PAIRS // choice.shape[1])
+        if x.shape[0] <= size:
+            return self._piece(x, choice, weights)
+        pieces = zip(x.split(size), choice.split(size), weights.split(size), strict=True)
+        return torch.cat([self._piece(*piece) for piece in pieces])
+
+    def _piece(self, x: torch.Tensor, choice: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, k = choice.shape
         chosen, order = choice.flatten().sort(stable=True)
         ends = torch.searchsorted(chosen, self._numbers, right=True, out_int32=True)
