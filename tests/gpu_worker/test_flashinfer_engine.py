@@ -46,9 +46,11 @@ class Drive:
         return self.engine.execute(command, lambda step: (b"", b""), incarnation=1)
 
 
-def conversation(loaded: LoadedModel, api: FakeFlashInfer | None, params: SamplingParams) -> list[list[int]]:
+def conversation(
+    loaded: LoadedModel, api: FakeFlashInfer | None, params: SamplingParams, drive_by: type[Drive] = Drive
+) -> list[list[int]]:
     """Three requests over one prefix, read together for a while; one is suspended and resumed elsewhere."""
-    drive, prompt = Drive(loaded, api), random_tokens(40, 3)
+    drive, prompt = drive_by(loaded, api), random_tokens(40, 3)
     ends = [random_tokens(5, 4), random_tokens(3, 5), random_tokens(9, 6)]
     out: list[list[int]] = [[], [], []]
     first = [*prompt, *ends[0]]
