@@ -11,11 +11,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 from radixfleet.backend.base import IdsPart, Prompt, TextPart
 from radixfleet.backend.http import HttpServer
 
 Ids = tuple[int, ...]
+T = TypeVar("T")
+_MOST_AT_ONCE = 512  # texts or lists that one request may hold
 _REMEMBERED = 4096
 _LONGEST_REMEMBERED = 8192
 _BROKEN = "�"  # how a tokenizer shows bytes that are no character yet
@@ -45,21 +48,26 @@ class Tokens:
         ]
 
     def of_texts(self, texts: Sequence[str], *, special: bool = True, opening: bool = False) -> list[Ids]:
-        """Ids of several texts in at most one request. `special`: texts of special tokens become those tokens."""
+        """Ids of several texts, with few requests. `special`: texts of special tokens become those tokens."""
         keys = [(text, special, opening) for text in texts]
         with self._lock:
             known = {key: self._memo[key] for key in keys if key in self._memo}
         missing = [text for text in dict.fromkeys(texts) if (text, special, opening) not in known]
         if missing:
-            body = {"prompt": missing, "add_special_tokens": opening, "parse_special": special}
-            for text, ids in zip(missing, self._http.post("/tokenize", body)["tokens"], strict=True):
-                known[text, special, opening] = tuple(ids)
+            body = {"add_special_tokens": opening, "parse_special": special}
+            for some in _portions(missing):
+                answer = self._http.post("/tokenize", {**body, "prompt": some})
+                for text, ids in zip(some, answer["tokens"], strict=True):
+                    known[text, special, opening] = tuple(ids)
             self._remember(known)
         return [known[key] for key in keys]
 
     def text_of(self, lists: Sequence[Sequence[int]]) -> list[str]:
-        answer = self._http.post("/detokenize", {"tokens": [list(ids) for ids in lists]})
-        return [str(text) for text in answer["text"]]
+        texts: list[str] = []
+        for some in _portions(lists):
+            answer = self._http.post("/detokenize", {"tokens": [list(ids) for ids in some]})
+            texts += [str(text) for text in answer["text"]]
+        return texts
 
     def cut(self, ids: Ids, text: str, stop: str) -> tuple[Ids, str]:
         """The most ids that hold nothing beyond `text`, which a stop string ended, and the text they lack.
@@ -148,6 +156,10 @@ class _Run:
     @property
     def literals(self) -> list[str]:
         return [part.text for part in self.parts if part.literal]
+
+
+def _portions(items: Sequence[T]) -> list[Sequence[T]]:
+    return [items[first : first + _MOST_AT_ONCE] for first in range(0, len(items), _MOST_AT_ONCE)]
 
 
 def _pieces(prompt: Prompt) -> list[_Run | IdsPart]:

@@ -44,7 +44,10 @@ def arguments_of(program: Program, items: Sequence[Mapping[str, Any] | Sequence[
             arguments = dict(zip(program.arg_names, item, strict=False))
         else:
             raise TypeError(f"item {index} is neither a mapping of arguments nor a tuple of them: {item!r}")
-        split_arguments(program, (), arguments)
+        try:
+            split_arguments(program, (), arguments)
+        except TypeError as error:
+            raise TypeError(f"item {index}: {error}") from None
         found.append(arguments)
     return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from html import escape
+import html
+import re
 
 from radixfleet.lang.graph import Graph, Node
 
@@ -20,6 +21,13 @@ _COLOURS = {
     "fork": "#ffffff",
     "join": "#ffffff",
 }
+
+
+_UNFIT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # what no XML may hold
+
+
+def escape(text: str) -> str:
+    return html.escape(_UNFIT.sub("\ufffd", text))
 
 
 def svg(title: str, graph: Graph) -> str:

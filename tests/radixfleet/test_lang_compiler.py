@@ -285,3 +285,13 @@ def test_progress_bar(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> N
     ask.run_batch(ITEMS, progress_bar=True)
     assert capsys.readouterr().err.endswith("12/12\n")
     assert ask.run_batch([]) == []
+
+
+def test_the_picture_shows_what_xml_cannot_hold(tmp_path: Path) -> None:
+    @function
+    def program(s: Any) -> None:
+        s += "<&>\x00\x1b\ud800" + gen('a<"&>')
+
+    program.compile().save_picture(tmp_path / "graph.svg")
+    texts = [text for text in ElementTree.parse(tmp_path / "graph.svg").getroot().itertext() if "<" in text]
+    assert texts[:2] == ["<&>\ufffd\ufffd\ufffd", "<&>\ufffd\ufffd\ufffd"]

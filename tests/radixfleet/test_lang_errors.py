@@ -236,6 +236,8 @@ def test_arguments_that_do_not_fit(fake: FakeServer) -> None:
         two_steps.run()
     with pytest.raises(TypeError, match="2 values for 1 parameters"):
         two_steps.run_batch([("a", "b")])
+    with pytest.raises(TypeError, match="item 1: missing a required argument: 'text'"):
+        two_steps.run_batch([("a",), ()])
     with pytest.raises(TypeError, match="neither a mapping"):
         two_steps.run_batch(["a"])  # type: ignore[list-item]
     with pytest.warns(UserWarning, match="no parameter and ran no gen.. named txet"):

@@ -111,3 +111,10 @@ def test_gen_with_choices_and_own_methods(fake: FakeServer) -> None:
     state = program.run()
     assert state["c"] == "c"
     assert state.get_meta_info("c")["mine"] == 1
+
+
+def test_more_options_than_one_request_may_hold(fake: FakeServer) -> None:
+    fake.logprob = lambda before, token: -1.0 if token == " 599" else -9.0
+    state = choose.run(text="The number", options=[f" {number}" for number in range(600)])
+    assert state["choice"] == " 599"
+    assert [len(body["prompt"]) for body in fake.calls("/tokenize")[:2]] == [512, 89]
