@@ -79,6 +79,7 @@ def build(kv_cache: KVCache, config: ModelConfig, api: FlashInferApi) -> FlashIn
     Raises FlashInferUnavailable; a lack of memory and an error of the device are the start's and come as they are.
     """
     attention, began = FlashInferAttention(kv_cache, config, api), time.monotonic()
+    log.info("trying flashinfer's kernels: what the package flashinfer-jit-cache does not bring, nvcc compiles once")
     try:
         attention.warm_up()
     except Exception as error:  # no compiler, no kernel for this card: building them can fail in many ways
