@@ -120,10 +120,15 @@ class Supervisor:
             self._tasks.append(asyncio.create_task(self._watch()))
 
     async def ready(self) -> None:
-        """Until everybody who announces it does its work. Deaths before show in `failed`."""
-        for child in self.children.values():
-            if child.ready is not None:
-                await asyncio.shield(child.ready.first_byte)
+        """Until everybody who announces it does its work, each with a line. Deaths before show in `failed`."""
+        began = asyncio.get_running_loop().time()
+        waiting = {child.ready.first_byte: child.spec.name for child in self.children.values() if child.ready}
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            names = ", ".join(waiting.pop(one) for one in done)
+            left = ", ".join(waiting.values())
+            seconds = asyncio.get_running_loop().time() - began
+            self._say(f"{names} ready after {seconds:.1f} s" + (f", waiting for {left}" if left else ""))
 
     def settled(self) -> None:
         """The start is over: from now on the dead are replaced."""
