@@ -13,9 +13,9 @@ MIN_STEP_TOKENS = 16
 """A step with fewer prompt tokens says more about decoding."""
 ALIKE = 1.5
 """Workers whose rates differ less are taken for equal: each measures a little different all the time."""
-FIRST_BYTES_PER_S = 200e6
+FIRST_BYTES_PER_S = 1e9
 FIRST_DELAY_S = 0.005
-"""Of a transfer, until the first ones are measured."""
+"""Of a transfer, until the first ones are measured. Hopeful: what looks too slow is never tried, so never measured."""
 FIRST_TIER_BYTES_PER_S = {"host": 1e9, "disk": 200e6}
 BULK_BYTES = 1 << 20
 """A transfer of fewer bytes says more about the delay."""
@@ -31,6 +31,7 @@ class Rates:
 
     def __init__(self) -> None:
         self.bytes_per_s = FIRST_BYTES_PER_S
+        self._guessed = True
         self.delay_s = FIRST_DELAY_S
         self.tier_bytes_per_s = dict(FIRST_TIER_BYTES_PER_S)
 
@@ -52,7 +53,8 @@ class Rates:
             self.delay_s = smooth(self.delay_s, seconds)
         else:
             rate = num_bytes / max(seconds - self.delay_s, seconds / 2)
-            self.bytes_per_s = smooth(self.bytes_per_s, rate)
+            self.bytes_per_s = rate if self._guessed else smooth(self.bytes_per_s, rate)
+            self._guessed = False
 
     def move_seconds(self, num_bytes: int, tier: str = "") -> float:
         if tier:

@@ -131,3 +131,12 @@ class TestRates:
         assert rates.move_seconds(50 << 20) == pytest.approx(0.51, rel=0.02)
         rates.moved(5, 0.0)
         assert rates.delay_s > 0
+
+
+def test_the_first_transfer_takes_the_place_of_the_guess() -> None:
+    rates = Rates()
+    assert rates.move_seconds(1 << 30) < 2  # hopeful, or a fast link would never be found out
+    rates.moved(10 << 20, 10.0)
+    assert rates.bytes_per_s == pytest.approx(1 << 20, rel=0.01)
+    rates.moved(10 << 20, 1.0)
+    assert rates.bytes_per_s < 4 << 20
