@@ -149,7 +149,7 @@ class Cell:
         self._scheduler = Scheduler(SchedulerConfig(page_size=PAGE_SIZE), epoch, edges, simulation.clock)
         self._due = False
         self.core = self._scheduler.core
-        # As after the first transfers: the scheduler's first guess is a slow link, which would have to be proven wrong.
+        # As after the first transfers: the scheduler's first guess is another link.
         self.core.migration.rates.bytes_per_s = machine.link_bytes_per_s
         self.core.migration.rates.delay_s = machine.link_delay_s
         self._beat()
