@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Checks and measures the worker on one GPU in less than 8 minutes, without downloading anything.
+#
+#   scripts/gpu_check.sh --model DIR|FILE [--wheels DIR] [--device cuda|cpu] [--quick] [--out DIR]
+#
+#   --model   a small model with weights and tokenizer: its folder, or an archive of it (.tar, .tar.gz, .zip, .whl);
+#             with --quick it may be left out, then a tiny random one is made
+#   --wheels  packages the machine's Python lacks, installed from this folder into an environment beside it
+#   --out     where logs and results go (build/gpu_check)
+#   --device cpu --quick runs the same on a CPU and tiny models, to see that the checks themselves work
+#
+# One line per step: PASS or FAIL, seconds, what was seen. The exit status is the number of steps that failed.
+set -u
+cd "$(dirname "$0")/.." || exit 99
+
+model="" wheels="" device=cuda quick="" out=build/gpu_check total=480
+while [ $# -gt 0 ]; do
+    case $1 in
+        --model) model=$2; shift 2 ;;
+        --wheels) wheels=$2; shift 2 ;;
+        --device) device=$2; shift 2 ;;
+        --out) out=$2; shift 2 ;;
+        --quick) quick=--quick; shift ;;
+        *) sed -n '2,14p' "$0"; exit 99 ;;
+    esac
+done
+if [ -z "$model" ] && [ -z "$quick" ]; then sed -n '2,14p' "$0"; exit 99; fi
+
+python=${PYTHON:-python3}
+mkdir -p "$out"
+began=$SECONDS failed=0
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1
+
+# step NAME SECONDS COMMAND...: within its own time and what is left of all
+step() {
+    local name=$1 limit=$2 left=$((total - (SECONDS - began))) start=$SECONDS code
+    shift 2
+    [ "$left" -lt "$limit" ] && limit=$left
+    if [ "$limit" -lt 1 ]; then
+        code=124
+        : >"$out/$name.log"
+    else
+        timeout --kill-after=5 "$limit" "$@" >"$out/$name.log" 2>&1
+        code=$?
+    fi
+    if [ $code -eq 0 ]; then
+        printf 'PASS  %-10s %4d s  %s\n' "$name" $((SECONDS - start)) "$(tail -n 1 "$out/$name.log")"
+        return 0
+    fi
+    failed=$((failed + 1))
+    [ $code -eq 124 ] || [ $code -eq 137 ] && echo "not done in $limit s" >>"$out/$name.log"
+    printf 'FAIL  %-10s %4d s  exit %d\n' "$name" $((SECONDS - start)) $code
+    tail -n 12 "$out/$name.log" | sed 's/^/      /'
+    return 1
+}
+
+if [ -n "$wheels" ]; then
+    step venv 30 "$python" -m venv --system-site-packages "$out/venv" || exit $failed
+    python=$PWD/$out/venv/bin/python
+    case $out in /*) python=$out/venv/bin/python ;; esac
+    step wheels 120 "$python" -m pip install --no-index --no-deps --quiet "$wheels"/*.whl || exit $failed
+fi
+step versions 60 "$python" -m scripts.gpu_check.prepare versions --device "$device" || exit $failed
+cat "$out/versions.log"
+step model 60 "$python" -m scripts.gpu_check.prepare model --model "$model" --out "$out/model" || exit $failed
+model=$(tail -n 1 "$out/model.log")
+
+check() {
+    step "$1" "$2" "$python" -m scripts.gpu_check.checks "$1" --model "$model" --device "$device" $quick
+}
+check parity 90
+check cascade 50
+check graphs 75
+check run-ahead 45
+check resume 60
+check masks 45
+check fp8 45
+step benchmark 200 "$python" benchmarks/gpu.py --model "$model" --device "$device" $quick --write "$out/gpu.json"
+[ -s "$out/benchmark.log" ] && cat "$out/benchmark.log"
+echo "$failed steps failed, $((SECONDS - began)) s in all; logs in $out"
+exit "$failed"

@@ -1,0 +1,53 @@
+"""What a check is given, and how it fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from scripts.gpu_check.player import Player
+
+
+class CheckFailed(AssertionError):
+    """What was expected, and what came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    model: str
+    device: str
+    quick: bool
+    attention: str
+
+    def prompts(self, number: int, length: int, vocab: int, *, shared: int = 0) -> list[list[int]]:
+        """Random tokens, the same in every run; the first `shared` of all prompts are equal."""
+        rng = np.random.default_rng(number)
+        prefix = rng.integers(3, vocab, shared).tolist()
+        lengths = rng.integers(max(1, length // 2), length + 1, number)
+        return [[*prefix, *rng.integers(3, vocab, size).tolist()] for size in lengths]
+
+    @property
+    def dtype(self) -> str:
+        """What the device is for; on a CPU the same checks are sharper in fp32."""
+        return "bfloat16" if self.device == "cuda" else "float32"
+
+    def player(self, dtype: str = "", **flags: Any) -> Player:
+        sizes = {"max_total_tokens": 8192, "max_running_requests": 16} if self.quick else {"max_total_tokens": 131072}
+        more = {
+            "attention_backend": self.attention,
+            "dtype": dtype or self.dtype,
+            "context_length": 2048,
+            **sizes,
+            **flags,
+        }
+        return Player(self.model, self.device, **more)
+
+    @property
+    def rows(self) -> int:
+        return 6 if self.quick else 24
+
+    @property
+    def count(self) -> int:
+        return 12 if self.quick else 48
