@@ -169,10 +169,16 @@ class Masking:
         guide.filling = False
         if outcome.error:
             self._lifecycle.finish(request, error(f"the constraint could not be followed: {outcome.error}"))
-        elif outcome.complete:
+        elif outcome.stopped or (outcome.complete and _steered(request)):
             self.end(request, Finish(FinishReason.STOP, matched_token=guide.eos_id))
         else:
             self.end(request, Finish(FinishReason.LENGTH))
+
+
+def _steered(request: Request) -> bool:
+    """Whether its text was led to an end: what was not, and could go on, was cut wherever it stood."""
+    constraint = request.message.constraint
+    return constraint is None or constraint.complete_within_budget
 
 
 def _hold(request: Request) -> Guide | None:

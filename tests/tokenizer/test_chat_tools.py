@@ -111,7 +111,16 @@ async def test_what_is_enforced(client: httpx.AsyncClient, backend: FakeBackend)
         assert constraint is not None
         return dict(json.loads(constraint.source)["format"])
 
+    async def steered(**fields: Any) -> bool:
+        await form(**fields)
+        constraint = backend.requests[-1].constraint
+        assert constraint is not None
+        return constraint.complete_within_budget
+
     assert (await form())["type"] == "triggered_tags"
+    assert not await steered()  # free text is cut where the budget ends, and says so
+    assert await steered(tool_choice="required")
+    assert await steered(response_format={"type": "json_object"})
     required = await form(tool_choice="required")
     assert (required["type"], len(required["tags"]), required["stop_after_first"]) == ("tags_with_separator", 2, False)
     assert (await form(tool_choice="required", parallel_tool_calls=False))["stop_after_first"] is True

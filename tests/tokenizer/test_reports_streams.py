@@ -95,6 +95,26 @@ async def test_6_a_stop_string_over_several_chunks(house: WholeHouse, path: str)
             assert reasons(path, events) == ["stop"], fields
 
 
+TAGS = {"structures": [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}], "triggers": ["<f>"]}
+
+
+async def test_a_free_text_that_is_cut_says_so(house: WholeHouse) -> None:
+    """Beside calls that may come, too: where the budget ends is no end of the text."""
+    free = {"structural_tag": {"type": "structural_tag", **TAGS}, "complete_within_budget": False}
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    async with house.trial():
+        body = body_for(NATIVE, "say much", max_tokens=12, **free)
+        answer = (await house.post(NATIVE, body)).json()
+        assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
+        body = body_for(CHAT, "say much", max_tokens=12, tools=[tool])
+        answer = (await house.post(CHAT, body)).json()
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 12
+        body = body_for(NATIVE, "say it", max_tokens=4, regex="[ab]{4}", complete_within_budget=False)
+        answer = (await house.post(NATIVE, body)).json()
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"  # nothing could follow
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_7_no_replacement_characters(house: WholeHouse, path: str) -> None:
     unit = "\U0001fae0\u9f9c\u00e9"

@@ -36,7 +36,8 @@ def constrain(own: Constraint | None, box: Toolbox | None, form: Format) -> Cons
         kind=KIND,
         source=msgspec.json.encode(source).decode(),
         any_whitespace=own is not None and own.any_whitespace,
-        complete_within_budget=own is None or own.complete_within_budget,
+        # Free text has no shape to be completed to: steering it would bend its words and call a cut answer finished.
+        complete_within_budget=box.mode == "required" if own is None else own.complete_within_budget,
         jump_forward=own is None or own.jump_forward,
         refuse_small_budget=box.mode == "required",
     )
