@@ -34,7 +34,8 @@ class Options:
         return "bfloat16" if self.device == "cuda" else "float32"
 
     def player(self, dtype: str = "", **flags: Any) -> Player:
-        sizes = {"max_total_tokens": 8192, "max_running_requests": 16} if self.quick else {"max_total_tokens": 131072}
+        quick = {"max_total_tokens": 8192, "max_running_requests": 16, "threads": 1}
+        sizes = quick if self.quick else {"max_total_tokens": 131072, "max_running_requests": 64}
         more = {
             "attention_backend": self.attention,
             "dtype": dtype or self.dtype,

@@ -17,12 +17,15 @@ STANDARD_DEVIATION = 0.02
 def fill_random(decoder: Decoder, targets: Mapping[str, torch.Tensor], seed: int = 0) -> None:
     """Norm weights become ones, all else normal. Each tensor has its own stream, so order does not matter.
 
-    A rank draws whole tensors and keeps its part: all ranks together are the same model as one alone.
+    A rank draws whole tensors and keeps its part: all ranks together are the same model as one alone. A GPU draws them
+    itself, which takes a second where a CPU takes a minute; they are others than a CPU's.
     """
     for name, target in targets.items():
         if name.endswith("norm.weight"):
             target.fill_(1.0)
             continue
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ seed)
-        whole = torch.randn(decoder.whole_shape(name, target), generator=generator).mul_(STANDARD_DEVIATION)
+        device = target.device
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) ^ seed)
+        shape = decoder.whole_shape(name, target)
+        whole = torch.randn(shape, generator=generator, device=device).mul_(STANDARD_DEVIATION)
         target.copy_(decoder.part(name, whole))
