@@ -103,10 +103,10 @@ async def test_a_free_text_that_is_cut_says_so(house: WholeHouse) -> None:
     free = {"structural_tag": {"type": "structural_tag", **TAGS}, "complete_within_budget": False}
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     async with house.trial():
-        body = body_for(NATIVE, "say much", max_tokens=12, **free)
+        body = body_for(NATIVE, "say much", max_tokens=12, temperature=0, ignore_eos=True, **free)
         answer = (await house.post(NATIVE, body)).json()
         assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
-        body = body_for(CHAT, "say much", max_tokens=12, tools=[tool])
+        body = body_for(CHAT, "say much", max_tokens=12, temperature=0, ignore_eos=True, tools=[tool])
         answer = (await house.post(CHAT, body)).json()
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["completion_tokens"] == 12
