@@ -93,10 +93,7 @@ class RuntimeEndpoint:
         extended = [replace(prompt, parts=(*prompt.parts, TextPart(option, literal))) for option in options]
         bare, *whole = self._tokens.of_prompts([prompt, *extended])
         start = _shared_length([bare, *whole])
-        size = _MOST_OPTIONS_AT_ONCE if batched else 1
-        answers: list[dict[str, Any]] = []
-        for first in range(0, len(whole), size):
-            answers += self._scores(whole[first : first + size], start)
+        answers = self._scores(whole, start, _MOST_OPTIONS_AT_ONCE if batched else 1)
         return [
             OptionScores(ids, ids[start:], _rows(answer, ids, start), answer["meta_info"])
             for ids, answer in zip(whole, answers, strict=True)
@@ -217,14 +214,12 @@ class RuntimeEndpoint:
         """A part of a script as an answer; a select's winner ends the ids of its prompt."""
         return self._whole(event, None)
 
-    def _scores(self, lists: Sequence[Ids], start: int) -> list[dict[str, Any]]:
-        body = {
-            "input_ids": [list(ids) for ids in lists],
-            "sampling_params": _ONLY_PREFILL,
-            "return_logprob": True,
-            "logprob_start_len": start,
-        }
-        answers: list[dict[str, Any]] = self._http.post("/generate", body)
+    def _scores(self, lists: Sequence[Ids], start: int, at_once: int = _MOST_OPTIONS_AT_ONCE) -> list[dict[str, Any]]:
+        wishes = {"sampling_params": _ONLY_PREFILL, "return_logprob": True, "logprob_start_len": start}
+        answers: list[dict[str, Any]] = []
+        for first in range(0, len(lists), at_once):
+            some = [list(ids) for ids in lists[first : first + at_once]]
+            answers += self._http.post("/generate", {"input_ids": some, **wishes})
         return answers
 
 

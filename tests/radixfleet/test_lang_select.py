@@ -113,8 +113,10 @@ def test_gen_with_choices_and_own_methods(fake: FakeServer) -> None:
     assert state.get_meta_info("c")["mine"] == 1
 
 
-def test_more_options_than_one_request_may_hold(fake: FakeServer) -> None:
-    fake.logprob = lambda before, token: -1.0 if token == " 599" else -9.0
-    state = choose.run(text="The number", options=[f" {number}" for number in range(600)])
+@pytest.mark.parametrize("method", [sgl.token_length_normalized, sgl.unconditional_likelihood_normalized])
+def test_more_options_than_one_request_may_hold(fake: FakeServer, method: Any) -> None:
+    fake.logprob = lambda before, token: -1.0 if before and token == " 599" else -9.0
+    state = choose.run(text="The number", options=[f" {number}" for number in range(600)], method=method)
     assert state["choice"] == " 599"
     assert [len(body["prompt"]) for body in fake.calls("/tokenize")[:2]] == [512, 89]
+    assert max(len(body.get("input_ids", [])) for body in fake.calls("/generate")[:-1]) == 256

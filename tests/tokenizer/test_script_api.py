@@ -161,6 +161,7 @@ async def test_a_select_in_the_middle(
         ({"steps": [{}]}, "steps[0]"),
         ({"steps": [{"text": "a", **gen("b")}]}, "steps[0]"),
         ({"steps": [gen("a"), {"again": 1}, gen("b")]}, "steps[1].again"),
+        ({"steps": [{"again": 0}, gen("a")]}, "steps[0].again"),
         ({"steps": [gen("a", n=2)]}, "steps[0].gen.sampling_params.n"),
         ({"steps": [gen("a"), gen("b", temperature=-1)]}, "steps[1].gen.sampling_params.temperature"),
         ({"steps": [{"select": {"choices": []}}]}, "steps[0].select.choices"),

@@ -105,6 +105,8 @@ def check_steps(steps: list[ScriptStep], most_choices: int) -> None:
         given = [step.text is not None, step.again is not None, step.gen is not None, step.select is not None]
         if sum(given) != 1:
             raise invalid(f"{name} needs exactly one of text, again, gen and select.", name, "invalid_value")
+        if step.again is not None and not work:
+            raise invalid(f"{name}.again has no generation or select before it.", f"{name}.again", "out_of_range")
         if step.again is not None:
             validation.in_range(f"{name}.again", step.again, 0, work - 1)
         if step.select is not None:
