@@ -43,7 +43,10 @@ def graph_device(device: torch.device) -> GraphDevice | None:
 
 def split(engine: Engine, device: GraphDevice | None, graphs: DecodeGraphs | None = None) -> StepEngine:
     """The engine in two halves on a GraphDevice, else as it is."""
-    return engine if device is None else PipelinedEngine(engine, device, graphs)
+    if device is None:
+        return engine
+    log.info("steps are launched ahead of results", device=str(device.device), graphs=graphs is not None)
+    return PipelinedEngine(engine, device, graphs)
 
 
 @dataclass(frozen=True, slots=True)
