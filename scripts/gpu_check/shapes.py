@@ -59,13 +59,13 @@ def write_shape(folder: Path, name: str, *, quick: bool = False) -> Path:
     return made
 
 
-def write_tiny(folder: Path) -> Path:
+def write_tiny(folder: Path, vocab_size: int = 1024) -> Path:
     """A tiny Llama with random weights, saved by transformers. It has no tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
-    config = LlamaConfig(**{**SMALLER, "vocab_size": 1024}, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = LlamaConfig(**{**SMALLER, "vocab_size": vocab_size}, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     model = LlamaForCausalLM(config)
     for name, parameter in model.named_parameters():
         parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.15)  # so that logits differ clearly
