@@ -25,6 +25,7 @@ _SEARCHED = 16  # states looked at for one mask, beyond the known path
 _REPAIR = 150  # states looked at for a new path
 _MARGIN = 4  # tokens by which a plain token of a string can lengthen the path: a character it left open
 _CUTS = 4  # ends of the path that a token may lead to
+_SAMPLE = 24  # tokens tried for all words, where many may come
 
 
 class Ending(Struct, frozen=True):
@@ -116,10 +117,8 @@ class BudgetGuard:
             return keep
         if self._path:
             self._after[self._path[0]] = self._path[1:]
-        rest = row
-        if self._ending.plain_is_harmless and budget - 1 >= len(self._path) + _MARGIN:
-            rest, plain = self._split(row)
-            keep += plain
+        rest, harmless = self._split(matcher, budget - 1, row)
+        keep += harmless
         search = Search(self._order, _SEARCHED)
         for token in self._tried(rest):
             path = self._path_after(matcher, token, budget - 1, search)
@@ -127,14 +126,22 @@ class BudgetGuard:
                 self._after[token] = path
         return keep + list(self._after)
 
-    def _split(self, row: MaskRow) -> tuple[MaskRow, list[int]]:
-        """The tokens to try, and those that are known to be harmless: many plain ones only fit an open string."""
+    def _split(self, matcher: Matcher, room: int, row: MaskRow) -> tuple[MaskRow, list[int]]:
+        """The tokens to try, and those that are harmless: where many fit, they are parts of one open text.
+
+        Of JSON that is known. Elsewhere some words are tried for all of them: where a word among them begins a part
+        that does not fit any more, the text is cut.
+        """
+        in_json = self._ending.plain_is_harmless
         own = row[: self._order.vocabulary.words].view(np.uint32)
-        harmless = own & self._order.plain
-        plain = allowed(harmless.view(np.int32), self._order.vocabulary)
-        if len(plain) <= _TRIED:
+        harmless = own & (self._order.plain if in_json else self._order.prose)
+        tokens = allowed(harmless.view(np.int32), self._order.vocabulary)
+        if len(tokens) <= _TRIED or room < len(self._path) + in_json * _MARGIN:
             return row, []
-        return (own & ~harmless).view(np.int32), plain.tolist()
+        sample = () if in_json else tokens[:: len(tokens) // _SAMPLE + 1].tolist()
+        if not all(matcher.completes([token, *self._path]) for token in sample):
+            return row, []
+        return (own & ~harmless).view(np.int32), tokens.tolist()
 
     def _tried(self, row: MaskRow) -> list[int]:
         """Allowed tokens in the order in which they are tried: the promising ones, then the common ones."""

@@ -29,6 +29,7 @@ _LONG = 512
 DEAD_END = "NoExtension"  # the engine's word for a state from which no text can be completed
 _DIVE = 96  # states in which the first path must find an end
 _NOT_PLAIN = frozenset(range(0x20)) | frozenset(b'"\\\x7f')
+_PROSE = frozenset(b" \n.,;:!?'-()") | frozenset(range(0x80, 0x100))
 _NOT_QUIET = _NOT_PLAIN | frozenset(b"[]{},:")
 
 
@@ -74,6 +75,14 @@ class TokenOrder:
         return np.packbits(row, bitorder="little").view(np.uint32)
 
     @cached_property
+    def prose(self) -> NDArray[np.uint32]:
+        """A mask row of the tokens of whole characters that are only words and what stands between words."""
+        row = np.zeros(self.vocabulary.words * WORD_BITS, np.uint8)
+        for token, text in enumerate(self.vocabulary.all_bytes):
+            row[token] = bool(text) and all(byte in _PROSE or chr(byte).isalnum() for byte in text) and _is_utf8(text)
+        return np.packbits(row, bitorder="little").view(np.uint32)
+
+    @cached_property
     def quiet(self) -> bytes:
         """One byte per id, 1 where the token can neither open nor separate anything in JSON."""
         return bytes(bool(text) and _NOT_QUIET.isdisjoint(text) for text in self.vocabulary.all_bytes)
@@ -89,6 +98,14 @@ class TokenOrder:
             for token in allowed(row, self.vocabulary)[: _WIDTH - len(found)]:
                 found[int(token)] = None
         return [token for token in found if token not in self.vocabulary.eos_ids][:_WIDTH]
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def allowed(row: MaskRow, vocabulary: Vocabulary) -> NDArray[np.int64]:

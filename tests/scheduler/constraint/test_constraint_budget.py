@@ -144,6 +144,45 @@ def test_a_roomy_budget_changes_no_mask() -> None:
         assert guarded.advance(ids)
 
 
+@pytest.mark.parametrize(
+    ("kind", "source", "end"),
+    [
+        ("regex", "(.|\\n)*", ""),
+        ("regex", "[A-Za-z ,.']*\\.", "."),
+        ("ebnf", 'root ::= "Answer:" [^@]* "@"', "@"),
+        ("structural_tag", '{"structures":[{"begin":"<f>","schema":{},"end":"</f>"}],"triggers":["<f>"]}', ""),
+    ],
+)
+def test_words_of_an_open_text_stay_allowed_to_its_end(kind: Any, source: str, end: str) -> None:
+    """Else a model would have to say its last words in the few tokens that could be tried one by one."""
+    grammar = _grammar(kind, source)
+    assert grammar.minimum is not None
+    budget = grammar.minimum + 30
+    free, guarded = grammar.state(budget), grammar.state(budget, complete_within_budget=True)
+    all_rows, row = (np.zeros(vocabulary().words, np.int32) for _ in range(2))
+    rng = np.random.default_rng(5)
+    out: list[int] = []
+    open_states = 0
+    while len(out) < budget and not guarded.is_stopped:
+        left = budget - len(out)
+        ids = free.fill(all_rows, left)
+        assert guarded.fill(row, left) == ids
+        if not ids:
+            words = allowed((all_rows.view(np.uint32) & token_order().prose).view(np.int32), vocabulary())
+            kept = allowed(row, vocabulary())
+            if left > 8 and len(words) > 300:
+                assert np.isin(words, kept).all()
+                open_states += 1
+            words = words[np.isin(words, kept)]
+            ids = (int(rng.choice(words if len(words) else kept)),)
+        assert free.advance(ids)
+        assert guarded.advance(ids)
+        out += ids
+    assert guarded.is_complete
+    assert vocabulary().decode(out).decode().endswith(end)
+    assert open_states > 10
+
+
 def test_a_budget_below_the_minimum_is_refused_with_the_number() -> None:
     grammar = _grammar("json_schema", json.dumps(PERSON))
     assert grammar.minimum is not None
