@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,16 @@ def test_the_fused_call_gives_the_references_result_in_pieces(monkeypatch: pytes
     expected = SortedExperts(gate_up.clone(), down, "silu")(*given)
     torch.testing.assert_close(module.candidate(gate_up, down, "silu")(*given), expected)
     assert module.rows == [10, 10, 3]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed")
+def test_the_installed_package_has_these_signatures() -> None:
+    module = importlib.import_module("flashinfer.fused_moe")
+    for name, text in (("cutlass_fused_moe", FUSED), ("cutlass_fused_moe_workspace_size", WORKSPACE)):
+        found = inspect.signature(getattr(module, name)).parameters
+        recorded = signature(text).parameters
+        assert {key: found[key].kind for key in recorded} == {key: p.kind for key, p in recorded.items()}
+        assert all(found[key].default is not inspect.Parameter.empty for key in found.keys() - recorded.keys())
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5, 40])
