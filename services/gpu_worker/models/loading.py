@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol, get_args
@@ -21,6 +22,7 @@ from services.gpu_worker.models.dummy import fill_random
 from services.gpu_worker.models.families import DecoderConfig
 from services.gpu_worker.models.kv_scales import read_kv_scales
 from services.gpu_worker.models.native_step import native_kernels
+from services.gpu_worker.models.progress import LoadProgress
 from services.gpu_worker.parallel.group import TensorGroup
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -122,8 +124,14 @@ def _fill(model: Decoder, checkpoint: Checkpoint | None) -> None:
         return
     names = set(checkpoint.names())
     check_names(checkpoint, model.targets(names), model.ignorable)
+    progress = LoadProgress(len(names))
+
+    def copy(targets: Mapping[str, torch.Tensor]) -> None:
+        copy_weights(checkpoint, targets, model.part)
+        progress.add(len(targets))
+
     try:
-        model.load(lambda targets: copy_weights(checkpoint, targets, model.part), names)
+        model.load(copy, names)
     except CannotQuantize as error:
         raise ModelError(f"{checkpoint.folder}: {error}") from error
 
