@@ -70,13 +70,14 @@ model=$(tail -n 1 "$out/model.log")
 check() {
     step "$1" "$2" "$python" -m scripts.gpu_check.checks "$1" --model "$model" --device "$device" $quick
 }
+check kernels 200
 check parity 90
 check cascade 50
 check graphs 75
 check run-ahead 45
 check resume 60
 check masks 45
-check fp8 45
+check fp8 75
 step benchmark 200 "$python" benchmarks/gpu.py --model "$model" --device "$device" $quick --write "$out/gpu.json"
 [ -s "$out/benchmark.log" ] && grep -v '^20.*\[info' "$out/benchmark.log"
 echo "$failed steps failed, $((SECONDS - began)) s in all; logs in $out"

@@ -14,7 +14,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,12 +28,28 @@ import torch
 from scripts.gpu_check.options import CheckFailed, Options
 from scripts.gpu_check.parity import parity
 from scripts.gpu_check.player import GREEDY, Answer
+from scripts.gpu_check.shapes import write_shape
 from shared.messages.request import SamplingParams
 
 CLOSE = 0.08  # of a log-probability in bf16, on the average over a run
 FAR = 0.6  # of a single one
 SAME_SHARE = 0.3  # of the answers are equal to their end, at the least
 DRAWN = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=11, logprobs=0)
+
+
+async def kernels(options: Options) -> str:
+    """The device's own attention is there and runs; what it compiles when first used is compiled here."""
+    attention = "flashinfer" if options.device == "cuda" and options.attention == "auto" else options.attention
+    said = []
+    with tempfile.TemporaryDirectory() as folder:
+        wide = write_shape(Path(folder), "qwen3-0.6b-shape", quick=True, head_dim=128)
+        for model, load_format in ((options.model, "auto"), (str(wide), "dummy")):
+            began = time.perf_counter()
+            flags = {"attention_backend": attention, "load_format": load_format}
+            async with replace(options, model=model).player(**flags) as player:
+                await player.generate(options.prompts(3, 40, player.hello.vocab_size), 4)
+            said.append(f"{time.perf_counter() - began:.0f} s")
+    return f"attention {attention} runs, for the model after {said[0]}, for heads of 128 after {said[1]}"
 
 
 async def cascade(options: Options) -> str:
@@ -181,7 +202,8 @@ def close(one: list[Answer], other: list[Answer], *, exact: bool = False) -> str
     return seen
 
 
-CHECKS: dict[str, Callable[[Options], Awaitable[str]]] = {
+CHECKS: dict[str, Callable[[Options], Coroutine[Any, Any, str]]] = {
+    "kernels": kernels,
     "parity": parity,
     "cascade": cascade,
     "graphs": graphs,

@@ -45,7 +45,8 @@ def _pairs(prompts: list[list[int]], answers: dict[str, list[Answer]]) -> list[t
 def _judge(options: Options, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    return model.to(options.device).eval()
 
 
 @torch.inference_mode()

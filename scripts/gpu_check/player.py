@@ -229,7 +229,7 @@ class Player:
         chunk = min(chunk or self.hello.max_batched_tokens, self.hello.max_batched_tokens)
         for index, (seat, prompt) in enumerate(zip(seats, prompts, strict=True)):
             computed = shared_pages * self.hello.page_size if index else 0
-            opens = (self._open(seat, prompt, params, computed, count),)
+            opens: tuple[SlotOpen, ...] = (self._open(seat, prompt, params, computed, count),)
             for start in range(computed, len(prompt), chunk):
                 part = prompt[start : start + chunk]
                 last = start + len(part) == len(prompt)
@@ -335,7 +335,7 @@ class Player:
             await self._result()
 
     async def _result(self) -> StepResult:
-        result = await self._next(StepResult)
+        result: StepResult = await self._next(StepResult)
         seats = self._owed.popleft()
         if result.errors:
             raise WorkerFailed(str(result.errors))

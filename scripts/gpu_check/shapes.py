@@ -51,11 +51,11 @@ SMALLER: dict[str, Any] = {
 """What makes the same architectures small enough for a quick run on a CPU."""
 
 
-def write_shape(folder: Path, name: str, *, quick: bool = False) -> Path:
+def write_shape(folder: Path, name: str, *, quick: bool = False, **changes: Any) -> Path:
     """A model folder with a configuration only, for `--load-format dummy`."""
     made = folder / name
     made.mkdir(parents=True, exist_ok=True)
-    (made / "config.json").write_text(json.dumps({**SHAPES[name], **(SMALLER if quick else {})}))
+    (made / "config.json").write_text(json.dumps({**SHAPES[name], **(SMALLER if quick else {}), **changes}))
     return made
 
 

@@ -12,7 +12,8 @@ import pytest
 from scripts.gpu_check.shapes import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = ("versions", "model", "parity", "cascade", "graphs", "run-ahead", "resume", "masks", "fp8", "benchmark")
+CHECKS = ("kernels", "parity", "cascade", "graphs", "run-ahead", "resume", "masks", "fp8")
+STEPS = ("versions", "model", *CHECKS, "benchmark")
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
