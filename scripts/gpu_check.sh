@@ -78,6 +78,7 @@ check run-ahead 45
 check resume 60
 check masks 45
 check fp8 75
+step layers 45 "$python" -m scripts.gpu_check.layers --device "$device" $quick
 step benchmark 200 "$python" benchmarks/gpu.py --model "$model" --device "$device" $quick --write "$out/gpu.json"
 [ -s "$out/benchmark.log" ] && grep -v '^20.*\[info' "$out/benchmark.log"
 echo "$failed steps failed, $((SECONDS - began)) s in all; logs in $out"

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--moe-backend", default="auto", choices=get_args(MoeBackend))
     options = parser.parse_args(arguments)
-    device, well = torch.device(options.device), True
+    device, wrong, count = torch.device(options.device), 0, 0
     with torch.inference_mode():
         for right, text in (
             *saturation(device),
@@ -49,8 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
             *experts(device, options.moe_backend, quick=options.quick),
         ):
             print("ok   " if right else "WRONG", text, flush=True)
-            well = well and right
-    return 0 if well else 1
+            count, wrong = count + 1, wrong + (not right)
+    print(f"quantised products and experts: {count} lines, {wrong} wrong")
+    return 1 if wrong else 0
 
 
 def saturation(device: torch.device) -> Iterator[Line]:

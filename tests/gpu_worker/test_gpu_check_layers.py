@@ -15,6 +15,7 @@ def test_all_is_well_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.count("int4 64 x 128") == 2
     assert said.count("experts SortedExperts") == 2
     assert "WRONG" not in said
+    assert said.splitlines()[-1].endswith("0 wrong")
 
 
 def test_wrong_products_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
