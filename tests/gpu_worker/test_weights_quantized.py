@@ -203,8 +203,9 @@ def test_experts_and_odd_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="--quantization int4 is not for models with experts"):
         load(tmp_path / "moe", quantization="int4")
     save_model("llama", tmp_path / "odd", intermediate_size=40)
-    with pytest.raises(ModelError, match=r"odd: int4 needs"):
-        load(tmp_path / "odd", quantization="int4")
+    for load_format in ("auto", "dummy"):
+        with pytest.raises(ModelError, match=r"odd: int4 needs"):
+            load(tmp_path / "odd", quantization="int4", load_format=load_format)
     assert json.loads((tmp_path / "odd" / "config.json").read_text())["intermediate_size"] == 40
 
 

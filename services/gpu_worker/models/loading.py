@@ -66,7 +66,10 @@ def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) 
         group=options.group,
         quantize=_quantizer(decoder, dtype, options),
     )
-    _fill(model, checkpoint)
+    try:
+        _fill(model, checkpoint)
+    except CannotQuantize as error:
+        raise ModelError(f"{folder.path}: {error}") from error
     kernels = _kernels(decoder, dtype, options)
     int8 = options.quantization == "int8"
     if int8 and kernels is None:
@@ -130,10 +133,7 @@ def _fill(model: Decoder, checkpoint: Checkpoint | None) -> None:
         copy_weights(checkpoint, targets, model.part)
         progress.add(len(targets))
 
-    try:
-        model.load(copy, names)
-    except CannotQuantize as error:
-        raise ModelError(f"{checkpoint.folder}: {error}") from error
+    model.load(copy, names)
 
 
 def _experts_maker(decoder: DecoderConfig, dtype: torch.dtype, options: LoadOptions) -> ExpertsMaker | None:
