@@ -82,6 +82,10 @@ def announce_ready() -> None:
             os.close(int(raw))
 
 
+class CannotStart(Exception):
+    """What was asked for cannot be; the message is for whoever asked."""
+
+
 def run(name: str, config: ServiceConfig, make: Callable[[], Service]) -> int:
     """Run one service until a signal ends it; returns the exit code."""
     service_logging.configure(name, config.log_level, config.log_format)
@@ -137,6 +141,9 @@ async def _live(name: str, config: ServiceConfig, make: Callable[[], Service]) -
         log.info("draining")
         await service.drain()
         return 0
+    except CannotStart as error:
+        log.error("cannot start", reason=str(error))
+        return 1
     except Exception:
         log.exception("service failed")
         return 1

@@ -17,7 +17,8 @@ from services.gpu_worker.activity import Activity
 from services.gpu_worker.compute import ComputeThread
 from services.gpu_worker.executor import Executor
 from services.gpu_worker.faults import ProtocolError
-from services.gpu_worker.memory import release_cached, resident_bytes
+from services.gpu_worker.memory import MemoryPlanError, release_cached, resident_bytes
+from services.gpu_worker.models.config import ModelError
 from services.gpu_worker.session import Session
 from services.gpu_worker.startup import StartedEngine, start_engine
 from services.gpu_worker.step_size import StepSize, StepSizes
@@ -36,7 +37,7 @@ from shared.messages.step import (
     WorkerReset,
     WorkerWelcome,
 )
-from shared.service import announce_ready, new_incarnation, new_service_id
+from shared.service import CannotStart, announce_ready, new_incarnation, new_service_id
 from shared.transport import Client, Frames, PeerBusy
 
 log = structlog.get_logger(__name__)
@@ -80,7 +81,10 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._compute = ComputeThread()
         self._loading = True
-        started = await self._compute.call(lambda: self._start_engine(self._config))
+        try:
+            started = await self._compute.call(lambda: self._start_engine(self._config))
+        except (ModelError, MemoryPlanError) as error:
+            raise CannotStart(str(error)) from error
         self._loading = False
         self._pages = PageMoves(self._config, self._worker_id, started, self._compute, self._send)
         self._hello = self._pages.complete(started.hello)

@@ -11,6 +11,8 @@ import numpy as np
 import structlog
 
 from services.gpu_worker.engine import Engine
+from services.gpu_worker.memory import MemoryPlanError
+from services.gpu_worker.models.config import ModelError
 from services.gpu_worker.parallel.group import TensorGroup
 from services.gpu_worker.parallel.messages import ForgetSlots, SlotNews, decoder
 from services.gpu_worker.slots import Slots, column
@@ -27,7 +29,11 @@ def run(config: WorkerConfig) -> int:
     service_logging.configure("worker", config.log_level, config.log_format)
     service.watch_parent()  # rank 0 may be gone while this rank waits for it on the device
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; rank 0 drains, then ends us
-    built = build_engine(config)
+    try:
+        built = build_engine(config)
+    except (ModelError, MemoryPlanError) as error:
+        log.error("cannot start", rank=config.tp_rank, reason=str(error))
+        return 1
     assert built.group is not None
     follow(built.engine, built.group)
     return 0
