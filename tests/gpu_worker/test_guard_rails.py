@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gpu_worker import memory
+from services.gpu_worker import memory, startup
 from services.gpu_worker.faults import ProtocolError, classify
+from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.memory import MIB, MemoryPlanError, PoolWish, allocate_pool, least_pages
 from services.gpu_worker.parallel.group import GroupBroken
+from services.gpu_worker.startup import start_engine
 from services.gpu_worker.step_size import EPISODE_STEPS, LEAST_TOKENS, StepSize, StepSizes
+from shared.config import WorkerConfig
 from shared.messages.step import WorkerFault, WorkerHello, WorkerReset
+from tests.gpu_worker.tiny_models import save_model
 from tests.gpu_worker.toy_engine import open_slot, prefill, tokens, toy_greedy
 from tests.gpu_worker.worker_stage import PROMPT, Stage
 
@@ -84,6 +90,61 @@ def test_an_operators_small_pool_may_shrink_as_well() -> None:
     wish = PoolWish(16, MIB, 16 * 100, 256, 0, 0.5, on_cpu=False)
     assert least_pages(wish, 500) == 100
     assert least_pages(wish, 20) == memory.LEAST_PAGES
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model("llama", folder)
+    return folder
+
+
+def config(folder: Path, **changes: Any) -> WorkerConfig:
+    plain = {"model_path": str(folder), "device": "cpu", "dtype": "float32", "threads": 1, "max_total_tokens": 4096}
+    return WorkerConfig(**{**plain, "max_running_requests": 8, **changes})  # type: ignore[arg-type]
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, room: int) -> list[int]:
+    """Caches of more than `room` pages cannot be had; what was tried is in the list."""
+    asked: list[int] = []
+    create = KVCache.__init__
+
+    def init(self: KVCache, num_layers: int, num_pages: int, *args: Any, **more: Any) -> None:
+        asked.append(num_pages)
+        if num_pages > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        create(self, num_layers, num_pages, *args, **more)
+
+    monkeypatch.setattr(KVCache, "__init__", init)
+    return asked
+
+
+def test_a_worker_starts_with_the_pages_there_is_memory_for(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = short_of_memory(monkeypatch, 150)
+    started = start_engine(config(model_folder))
+    assert asked[0] == 256
+    assert 100 < started.hello.num_pages <= 150
+    assert started.engine.kv_cache.num_pages == started.hello.num_pages
+    assert started.gauges["kv_bytes"] == started.hello.num_pages * started.hello.kv_bytes_per_page
+
+
+def test_a_worker_without_memory_for_one_request_does_not_start(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short_of_memory(monkeypatch, 9)  # a request of 256 tokens needs 16
+    with pytest.raises(MemoryPlanError, match="lower --context-length"):
+        start_engine(config(model_folder))
+
+
+def test_weights_that_do_not_fit_are_said_in_one_sentence(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: Any, **more: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 224.00 MiB.")
+
+    monkeypatch.setattr(startup, "load_model", load)
+    with pytest.raises(MemoryPlanError, match="do not fit into cpu"):
+        start_engine(config(model_folder))
 
 
 def test_the_culprit_is_found_and_the_size_comes_back() -> None:
