@@ -221,6 +221,7 @@ REFUSED_OPENAI = {
     "functions": "use tools",
     "function_call": "use tool_choice",
     "audio": _MULTIMODAL,
+    "modalities": _MULTIMODAL,  # beyond text
     "prediction": "predicted outputs are not supported",
     "web_search_options": "web search is not supported",
     "guided_whitespace_pattern": _GUIDED,

@@ -22,6 +22,7 @@ ONE = {"text": "hello", "sampling_params": {"max_new_tokens": 1}}
     ("path", "body"),
     [
         (CHAT, {"messages": MESSAGES, "web_search_options": {}}),
+        (CHAT, {"messages": MESSAGES, "modalities": ["text", "audio"]}),
         (CHAT, {"messages": MESSAGES, "session_params": {"id": "x", "rid": "y"}}),
         ("/v1/responses", {"input": "hello", "session_params": {"id": "x"}}),
         ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1, "session_params": {"id": "x"}}),
@@ -39,6 +40,7 @@ async def test_what_cannot_be_had_is_refused(
 async def test_an_absent_wish_is_no_wish(client: httpx.AsyncClient) -> None:
     for value in (None, False):
         body = {"messages": MESSAGES, "max_tokens": 1, "web_search_options": value, "session_params": None}
+        body["modalities"] = ["text"]  # what every model can
         answer = await client.post(CHAT, json=body)
         assert answer.status_code == 200, answer.text
 

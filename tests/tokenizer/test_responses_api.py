@@ -154,6 +154,28 @@ async def test_stored_responses_are_read_and_deleted(sdk: openai.AsyncOpenAI, cl
     assert (await client.delete(f"/v1/responses/{unkept.id}")).status_code == 404
 
 
+async def test_input_items_come_in_pages(sdk: openai.AsyncOpenAI, client: httpx.AsyncClient) -> None:
+    turns: Any = [{"role": "user", "content": f"turn {index}"} for index in range(5)]
+    made = await sdk.responses.create(model="tiny", input=turns, max_output_tokens=1)
+    expected = [[{"type": "input_text", "text": turn["content"]}] for turn in turns]
+    for order in ("asc", "desc"):
+        wishes: Any = {"limit": 2, "order": order}
+        found = [item.to_dict()["content"] async for item in sdk.responses.input_items.list(made.id, **wishes)]
+        assert found == (expected if order == "asc" else expected[::-1])
+    path = f"/v1/responses/{made.id}"
+    assert not (await client.get(f"{path}/input_items")).json()["has_more"]
+    for query, param in (
+        ("input_items?limit=0", "limit"),
+        ("input_items?limit=x", "limit"),
+        ("input_items?order=up", "order"),
+        ("input_items?after=nobody", "after"),
+        ("?stream=true", "stream"),
+    ):
+        answer = await client.get(f"{path}/{query}" if query[0] != "?" else path + query)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), query
+    assert (await client.get(f"{path}?stream=false")).status_code == 200
+
+
 async def test_cancel(sdk: openai.AsyncOpenAI, backend: FakeBackend) -> None:
     endless = Script([270])
     endless.endless = True

@@ -17,7 +17,7 @@ from services.tokenizer.openapi import takes
 from services.tokenizer.render.response_items import as_message
 from services.tokenizer.render.responses import ResponsesAnswerer
 from services.tokenizer.routes.conversation import Conversations, Prepared, renamed
-from services.tokenizer.routes.responses import translate
+from services.tokenizer.routes.responses import listing, translate
 from services.tokenizer.routes.responses.fields import REFUSED_RESPONSES, ResponsesBody
 
 _PATH = "/v1/responses/{response_id}"
@@ -45,14 +45,16 @@ def router(context: Context) -> APIRouter:
             raise renamed(error, translate.PLACES) from None
 
     @routes.get(_PATH)
-    async def get_response(response_id: str) -> Response:
+    async def get_response(request: Request, response_id: str) -> Response:
         """A stored response."""
+        listing.refuse_replay(request.query_params)
         return _json(bytes((await desk.stored(response_id)).response))
 
     @routes.get(_PATH + "/input_items")
-    async def get_input_items(response_id: str) -> Response:
-        """The input that a stored response answers, the last item first."""
-        return _json(sse.json_bytes(_item_list((await desk.stored(response_id)).input, response_id)))
+    async def get_input_items(request: Request, response_id: str) -> Response:
+        """The input that a stored response answers, the last item first; query: `limit`, `order`, `after`."""
+        given = (await desk.stored(response_id)).input
+        return _json(sse.json_bytes(listing.page(given, response_id, request.query_params)))
 
     @routes.delete(_PATH)
     async def delete_response(response_id: str) -> Response:
@@ -160,16 +162,6 @@ def _head(wishes: ResponsesBody, prepared: Prepared, model: str) -> dict[str, An
         "truncation": "disabled",
         "user": wishes.user,
     }
-
-
-def _item_list(given: str | list[dict[str, Any]], response_id: str) -> dict[str, Any]:
-    if isinstance(given, str):
-        content = [{"type": "input_text", "text": given}]
-        given = [{"type": "message", "role": "user", "status": "completed", "content": content}]
-    items = [{"id": f"in_{index}_{response_id}", "type": "message", **item} for index, item in enumerate(given)]
-    items.reverse()
-    ends = {"first_id": items[0]["id"] if items else None, "last_id": items[-1]["id"] if items else None}
-    return {"object": "list", "data": items, "has_more": False, **ends}
 
 
 def _missing(response_id: str) -> ApiError:
