@@ -208,11 +208,11 @@ class PipelinedEngine:
         return waited_ms
 
     def _count(self, step: Launched, waited_ms: float) -> None:
-        rows = step.rows
+        rows, in_vain = step.rows, len(step.skipped)
         self.stats = StepStats(
-            decode_rows=rows.num_decode,
+            decode_rows=rows.num_decode - in_vain,
             prefill_rows=rows.num_rows - rows.num_decode,
-            tokens=int(rows.lengths.sum()),
+            tokens=int(rows.lengths.sum()) - in_vain,
             forward_ms=step.begun.ms_at(step.forwarded),
             mask_wait_ms=waited_ms,
             sample_ms=step.forwarded.ms_at(step.done),

@@ -11,16 +11,17 @@ from services.gpu_worker.cuda.device import GraphDevice
 Ints = NDArray[np.int64]
 Words = NDArray[np.uint32]
 
+FIRST_BYTES = 1 << 16
+
 
 class MaskUpload:
     """One step's masks at a time: whoever applies them has waited for the sampling of the step before."""
 
     def __init__(self, device: GraphDevice) -> None:
         self._device = device
-        self._pinned = device.pinned(0)
-        self._there = torch.empty(0, dtype=torch.uint8, device=device.device)
         self._copied = device.event()
         self._bits = torch.arange(32, dtype=torch.int32, device=device.device)
+        self._grow(FIRST_BYTES)
 
     def apply(self, logits: torch.Tensor, rows: Ints, words: Words) -> None:
         """As `logit_edits.apply_masks`."""
@@ -31,8 +32,7 @@ class MaskUpload:
     def _send(self, rows: Ints, words: Words) -> torch.Tensor:
         size = rows.nbytes + words.nbytes
         if size > len(self._pinned):
-            self._pinned = self._device.pinned(2 * size)
-            self._there = torch.empty(2 * size, dtype=torch.uint8, device=self._device.device)
+            self._grow(2 * size)
         host = self._pinned.numpy()
         host[: rows.nbytes] = rows.view(np.uint8)
         host[rows.nbytes : size] = np.ascontiguousarray(words, dtype="<u4").reshape(-1).view(np.uint8)
@@ -41,6 +41,12 @@ class MaskUpload:
             self._copied.record()
         self._copied.hold_stream()
         return self._there[rows.nbytes : size].view(torch.int32)
+
+    def _grow(self, size: int) -> None:
+        self._pinned = self._device.pinned(size)
+        with self._device.side_stream():
+            # Memory of the compute stream may still be in use there by what was freed on the host long ago.
+            self._there = torch.empty(size, dtype=torch.uint8, device=self._device.device)
 
     def _expand(self, words: torch.Tensor, shape: tuple[int, ...], vocab: int) -> torch.Tensor:
         bits = (words.view(shape).unsqueeze(2) >> self._bits) & 1
