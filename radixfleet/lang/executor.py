@@ -227,12 +227,24 @@ class Executor:
     def _drain(self) -> None:
         while True:
             with self.run.changed:
-                if not self._queue or self.error is not None or self.run.cancelled:
-                    self._queue.clear()
+                left = self.error is not None or self.run.cancelled
+                if not left and not self._queue:
                     self._active = False
                     break
+            if left:
+                self._leave()
+                break
             self._evaluate_next()
         self.log.wake()
+
+    def _leave(self) -> None:
+        """Nothing more is evaluated; nobody waits for answers that this state would have brought."""
+        try:
+            self.drop_feed()
+        finally:
+            with self.run.changed:
+                self._queue.clear()
+                self._active = False
 
     def drop_feed(self) -> None:
         """Ask for no more answers ahead."""

@@ -86,7 +86,10 @@ def settle(state: Executor, items: Sequence[Expr]) -> None:
 
 
 def _aside(side: Executor, item: Expr) -> str:
-    side.evaluate([item])
+    try:
+        side.evaluate([item])
+    finally:
+        side.drop_feed()
     return side.values[item.number]
 
 

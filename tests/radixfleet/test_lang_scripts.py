@@ -22,6 +22,7 @@ from radixfleet import (
     unconditional_likelihood_normalized,
     user,
 )
+from radixfleet.lang.executor import Executor
 from tests.radixfleet.conftest import program_threads
 from tests.radixfleet.fake_model_server import END, FakeServer, fake_model_server, wait_until
 
@@ -290,3 +291,44 @@ def test_a_batch_pins_its_prefix(server: FakeServer) -> None:
     next(states)
     states.close()
     assert len(server.calls("/unpin")) == 1
+
+
+@pytest.mark.timeout(60)
+def test_a_script_left_between_two_steps_keeps_nobody_waiting(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate_next = Executor._evaluate_next
+    paused: list[Executor] = []
+
+    def and_pause_once(self: Executor) -> None:
+        evaluate_next(self)
+        if not paused:
+            paused.append(self)
+            with self.run.changed:
+                self.run.changed.wait_for(lambda: self.run.cancelled, 20)
+
+    monkeypatch.setattr(Executor, "_evaluate_next", and_pause_once)
+
+    @function
+    def program(s: Any, leave: bool) -> None:
+        s += "x" + gen("a", max_tokens=2)
+        s += " y" + gen("b", max_tokens=2)
+        if leave:
+            raise ValueError(s["a"])
+
+    first, second = program.run_batch([(True,), (False,)], temperature=0, num_threads=1, on_error="keep")
+    assert isinstance(first.error(), ValueError)
+    assert second["b"]
+
+
+@pytest.mark.timeout(60)
+def test_a_select_that_fails_beside_the_text_keeps_nobody_waiting(server: FakeServer) -> None:
+    server.refuse["x"] = (429, "The queue is full.")
+
+    @function
+    def program(s: Any) -> None:
+        tool = select("tool", ["a", "b"])
+        s += "x" + gen("found", api_url=str.upper, params={"self": tool}) + tool
+
+    states = program.run_batch([(), ()], num_threads=1, on_error="keep")
+    assert [str(state.error()) for state in states] == ["The queue is full."] * 2
