@@ -63,11 +63,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
+    def _may_speak(self) -> bool:
+        """No answer is under way or owed to a request that is whole: no words in between."""
+        cycle = self.cycle
+        return cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started)
+
     def _refuse(self, error: ApiError) -> None:
         self._end_of_head()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:  # else an answer is under way: no words in between
+        if self._may_speak():
             body = error.body()
             head = f"HTTP/1.1 {error.status} {error.code}\r\ncontent-type: application/json\r\nconnection: close\r\n"
             self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)

@@ -77,7 +77,8 @@ async def test_idle_connections_are_kept(service: TokenizerService, monkeypatch:
 
 async def test_no_http_at_all(service: TokenizerService) -> None:
     twice = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\ncontent-length: 2\r\n\r\n{}"
-    for data in (b"\x00\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00", twice):
+    chunk = b"POST /generate HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n"
+    for data in (b"\x00\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\x00", twice, chunk):
         head, _, body = (await raw(service, data)).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 400")
         assert json.loads(body)["error"]["code"] == "invalid_http"
