@@ -54,7 +54,7 @@ class SplitEngine(Protocol):
     def stats(self) -> StepStats: ...
 
     def must_complete_before(self, command: StepCommand) -> bool:
-        """Whether `command` may only be launched once all steps under way are complete."""
+        """Whether `command` may only be launched once all steps under way are complete. Raises ProtocolError."""
         ...
 
     def launch(self, command: StepCommand) -> LaunchedStep:
@@ -100,24 +100,29 @@ class Pipeline:
         """Launch `command`; what is under way is completed first only where it must be."""
         if not session.is_live:
             return
-        while len(self._flights) >= DEPTH or (self._flights and self._engine.must_complete_before(command)):
-            self._complete()
-        if not session.is_live:
-            return  # a step before it has failed
-        self._activity.begin()
-        queue_ms = (time.perf_counter() - received) * 1e3
         try:
-            step = self._engine.launch(command)
+            flight = self._launch(session, command, received)
         except Exception as error:
             self._drain()  # those before it have their results, or the fault is theirs
             self._fail(session, command, error)
             return
-        flight = _Flight(session, command, step, queue_ms)
+        if flight is None:
+            return
         self._flights.append(flight)
-        if step.deferred:
+        if flight.step.deferred:
             self._drain()
         else:
             self._watched.put(flight)
+
+    def _launch(self, session: Session, command: StepCommand, received: float) -> _Flight | None:
+        """None where a step before it has failed."""
+        while len(self._flights) >= DEPTH or (self._flights and self._engine.must_complete_before(command)):
+            self._complete()
+        if not session.is_live:
+            return None
+        self._activity.begin()
+        queue_ms = (time.perf_counter() - received) * 1e3
+        return _Flight(session, command, self._engine.launch(command), queue_ms)
 
     def forget(self) -> None:
         """What is under way has no result any more."""

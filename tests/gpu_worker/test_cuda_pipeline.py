@@ -15,6 +15,7 @@ from services.gpu_worker.compute import ComputeThread
 from services.gpu_worker.engine import MaskSource, StepStats
 from services.gpu_worker.executor import Executor
 from services.gpu_worker.session import Session
+from services.gpu_worker.slots import column
 from shared.ints import pack
 from shared.messages.step import StepCommand, StepResult, TokenMasks, WorkerFault
 
@@ -45,7 +46,7 @@ class FakeEngine:
         self.broken_complete: set[int] = set()
 
     def must_complete_before(self, command: StepCommand) -> bool:
-        return bool(command.closes)
+        return len(column(command.closes)) > 0
 
     def launch(self, command: StepCommand) -> FakeStep:
         number = command.step_id
@@ -193,6 +194,18 @@ async def test_a_step_that_cannot_be_launched_leaves_the_one_before_it_its_resul
     assert (fault.step_id, fault.kind) == (1, "cuda")
     await scene.idle()
     assert scene.answers.empty()
+
+
+async def test_a_command_that_is_none_is_a_fault_after_the_result_before_it(scene: Scene) -> None:
+    scene.submit(0)
+    await scene.launched(0)
+    scene.submit(1, closes=b"odd")
+    scene.engine.steps[0].reached.set()
+    assert (await scene.answer()).step_id == 0
+    fault = await scene.answer()
+    assert isinstance(fault, WorkerFault)
+    assert (fault.step_id, fault.kind) == (1, "protocol")
+    assert scene.engine.order == ["launch 0", "complete 0"]
 
 
 async def test_an_error_of_an_earlier_step_that_shows_at_a_launch_is_that_steps_fault(scene: Scene) -> None:

@@ -71,7 +71,7 @@ class PipelinedEngine:
         return self.complete(self.launch(command), masks, incarnation, queue_ms)
 
     def must_complete_before(self, command: StepCommand) -> bool:
-        """Whether a step under way would lose what it has to settle, or is not sampled yet."""
+        """Whether a step under way would lose what it has to settle, or is not sampled yet. Raises ProtocolError."""
         if not self._flight:
             return False
         closed = column(command.closes)
