@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gpu_worker.kv_cache import KVCache
@@ -152,6 +152,17 @@ def test_what_was_written_is_there_for_the_next_step(quick: str) -> None:
     assert device.compute_waits == 0
 
 
+@pytest.mark.parametrize("quick", QUICK)
+def test_the_last_steps_of_a_life_write_before_the_first_pages_of_the_next(quick: str) -> None:
+    device, cache, pages = stage(quick)
+    data = content(stage("neither")[1], [4])
+    device.step(lambda: fill(cache, 10, 1.0))  # its result is of no use to anybody any more
+    pages.fence()
+    pages.write([10], data)
+    device.compute.drain()
+    assert content(cache, [10]) == data
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("head_dim", [1, 8])
 def test_bytes_are_those_of_a_host_cache(dtype: torch.dtype, head_dim: int) -> None:
@@ -179,6 +190,7 @@ def test_only_the_last_piece_of_a_long_read_is_copied_out_beside_the_steps(monke
     assert reading.result().tobytes() == before
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_order_of_steps_stores_and_loads(data: st.DataObject) -> None:
     """Against a cache on which everything is done at once."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gpu_worker import memory, startup
@@ -171,6 +171,7 @@ def test_a_size_that_lasts_is_the_right_one() -> None:
     assert sizes.now == StepSize(4096, 256)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_faults_come_to_an_end_whatever_fails(data: st.DataObject) -> None:
     """However the failing steps look within what was offered: few faults, never more than offered, never nothing."""

@@ -25,6 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gpu_worker.batch import ForwardBatch
+from services.gpu_worker.cuda.device import HostDevice
+from services.gpu_worker.cuda.engine import PipelinedEngine
 from services.gpu_worker.faults import ProtocolError
 from shared.ints import pack
 from shared.messages.kv import KvReceive
@@ -102,8 +104,10 @@ commands = st.fixed_dictionaries(
 class Watched:
     """A bench whose model looks at every index before it uses one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pipelined: bool) -> None:
         self.bench = Bench(slots=SLOTS, pages=PAGES, context=CONTEXT, max_tokens=MOST)
+        engine = self.bench.engine
+        self.engine = PipelinedEngine(engine, HostDevice()) if pipelined else engine
         self._forward = self.bench.runner.forward
         self.bench.runner.forward = self._checked  # type: ignore[method-assign]
 
@@ -133,11 +137,12 @@ def within(indices: torch.Tensor, size: int) -> None:
     assert not len(indices) or (int(indices.min()) >= 0 and int(indices.max()) < size)
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.data())
-def test_no_command_reaches_past_a_tensor(data: st.DataObject) -> None:
-    watched = Watched()
-    engine, step = watched.bench.engine, 0
+@pytest.mark.parametrize("pipelined", [False, True])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_no_command_reaches_past_a_tensor(pipelined: bool, data: st.DataObject) -> None:
+    watched = Watched(pipelined=pipelined)
+    engine, step = watched.engine, 0
 
     def masks(step_id: int) -> tuple[bytes, bytes]:
         words = data.draw(st.sampled_from([4, 3, 0]))
@@ -150,7 +155,7 @@ def test_no_command_reaches_past_a_tensor(data: st.DataObject) -> None:
         "prefills": (prefill(0, [1, 2, 3]),),
     }
     for fields in [ready, *data.draw(st.lists(commands, max_size=5))]:
-        command = StepCommand(step_id=step, epoch=1, **fields)  # type: ignore[arg-type]
+        command = StepCommand(step_id=step, epoch=1, **fields)
         step += 1
         try:
             with np.errstate(over="ignore"):  # a hostile temperature becomes infinite, which is none of its row's harm

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from services.gpu_worker.batch import ForwardBatch
+from services.gpu_worker.cuda.device import HostDevice
+from services.gpu_worker.cuda.engine import PipelinedEngine
 from services.gpu_worker.startup import StartedEngine
 from services.gpu_worker.worker import Worker
 from shared.config import WorkerConfig
@@ -27,7 +29,7 @@ TOO_LARGE = 77
 Check = Callable[[ForwardBatch], None]
 
 
-def toy_worker(house: House, name: str, check: Check) -> RealWorker:
+def toy_worker(house: House, name: str, check: Check, *, pipelined: bool) -> RealWorker:
     """`check` is asked before every forward, and may raise."""
     bench = Bench(slots=8, pages=128, context=128, max_tokens=128)
     forward = bench.runner.forward
@@ -49,7 +51,8 @@ def toy_worker(house: House, name: str, check: Check) -> RealWorker:
             "max_inflight_steps": config.max_inflight_steps,
             "vocab_size": limits.vocab_size,
         }
-        return StartedEngine(bench.engine, worker_hello("", 0, **sizes))
+        engine = PipelinedEngine(bench.engine, HostDevice()) if pipelined else bench.engine
+        return StartedEngine(engine, worker_hello("", 0, **sizes))
 
     ended = asyncio.Event()
     config = WorkerConfig(scheduler=house.endpoints["w"], service_id=name, drain_timeout=5.0)
@@ -58,10 +61,10 @@ def toy_worker(house: House, name: str, check: Check) -> RealWorker:
 
 @asynccontextmanager
 async def working(
-    house: House, *checks: Check
+    house: House, pipelined: bool, *checks: Check
 ) -> AsyncIterator[tuple[list[RealWorker], FakeDetokenizer, FakeFrontend]]:
     await house.scheduler(page_size=4)
-    workers = [toy_worker(house, f"w{number}", check) for number, check in enumerate(checks)]
+    workers = [toy_worker(house, f"w{number}", check, pipelined=pipelined) for number, check in enumerate(checks)]
     for worker in workers:
         await worker.start()
     detokenizer, frontend = await house.detokenizer(), await house.frontend()
@@ -81,7 +84,8 @@ def prompt(number: int) -> list[int]:
 
 
 @pytest.mark.timeout(60)
-async def test_too_many_rows_for_the_memory_are_served_a_few_at_a_time(house: House) -> None:
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_too_many_rows_for_the_memory_are_served_a_few_at_a_time(house: House, pipelined: bool) -> None:
     faults = 0
 
     def check(batch: ForwardBatch) -> None:
@@ -90,7 +94,7 @@ async def test_too_many_rows_for_the_memory_are_served_a_few_at_a_time(house: Ho
             faults += 1
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    async with working(house, check) as (_, detokenizer, frontend):
+    async with working(house, pipelined, check) as (_, detokenizer, frontend):
         for number in range(8):
             frontend.submit(f"r{number}", prompt(number), COUNT)
         for number in range(8):
@@ -100,7 +104,8 @@ async def test_too_many_rows_for_the_memory_are_served_a_few_at_a_time(house: Ho
 
 
 @pytest.mark.timeout(60)
-async def test_what_does_not_fit_even_alone_ends_and_all_others_live(house: House) -> None:
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_what_does_not_fit_even_alone_ends_and_all_others_live(house: House, pipelined: bool) -> None:
     faults = 0
 
     def check(batch: ForwardBatch) -> None:
@@ -109,7 +114,7 @@ async def test_what_does_not_fit_even_alone_ends_and_all_others_live(house: Hous
             faults += 1
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    async with working(house, check) as (_, detokenizer, frontend):
+    async with working(house, pipelined, check) as (_, detokenizer, frontend):
         for number in range(5):
             frontend.submit(f"r{number}", prompt(number), COUNT)
         frontend.submit("large", [TOO_LARGE, *prompt(3)], COUNT)
@@ -139,7 +144,10 @@ async def test_what_does_not_fit_even_alone_ends_and_all_others_live(house: Hous
         RuntimeError("CUDA error: an illegal memory access was encountered"),
     ],
 )
-async def test_a_device_error_ends_the_worker_and_its_requests_go_on_elsewhere(house: House, error: Exception) -> None:
+@pytest.mark.parametrize("pipelined", [False, True])
+async def test_a_device_error_ends_the_worker_and_its_requests_go_on_elsewhere(
+    house: House, error: Exception, pipelined: bool
+) -> None:
     steps = 0
 
     def failing(batch: ForwardBatch) -> None:
@@ -148,7 +156,7 @@ async def test_a_device_error_ends_the_worker_and_its_requests_go_on_elsewhere(h
         if steps > 3:
             raise error
 
-    async with working(house, failing, lambda batch: None) as (workers, detokenizer, frontend):
+    async with working(house, pipelined, failing, lambda batch: None) as (workers, detokenizer, frontend):
         for number in range(6):
             frontend.submit(f"r{number}", prompt(number), COUNT)
         await asyncio.wait_for(workers[0].ended.wait(), 20)

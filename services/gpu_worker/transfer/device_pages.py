@@ -100,6 +100,14 @@ class DevicePages:
         self._layers = [_words(layer) for layer in layers]
         self._layer_bytes = self._layers[0][0].nbytes
         self._side = side
+        self._fenced = False
+
+    def fence(self) -> None:
+        """What is read or written from now on comes after the steps under way, whose life is over.
+
+        The thread that runs the steps leaves their stream the current one, so that it is that of any thread.
+        """
+        self._fenced = True
 
     @torch.no_grad()
     def start_read(self, pages: Ints, *, ordered: bool) -> DeviceRead:
@@ -110,7 +118,8 @@ class DevicePages:
         """
         shape = (len(self._layers), len(pages), self._layer_bytes)
         out = self._side.pinned(shape[0] * shape[1] * shape[2]).view(shape)
-        if ordered:
+        if ordered or self._fenced:
+            self._fenced = False
             self._side.after_compute()
         pieces = list(self._pieces(len(pages)))
         for piece in pieces:
@@ -127,6 +136,9 @@ class DevicePages:
 
         So whoever hears of it may use them in any stream.
         """
+        if self._fenced:
+            self._fenced = False
+            self._side.after_compute()
         for piece in self._pieces(len(pages)):
             part = rows[:, piece]
             pinned = self._side.pinned(part.size).view(part.shape)

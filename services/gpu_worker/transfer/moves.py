@@ -26,7 +26,7 @@ class PageMoves:
     def __init__(
         self, config: WorkerConfig, worker_id: str, started: StartedEngine, compute: ComputeThread, reply: Reply
     ) -> None:
-        pages = PageIO(started.engine.kv_cache)
+        self._pages = pages = PageIO(started.engine.kv_cache)
         alone = started.hello.tp_size == 1
         endpoint = bind_address(config.kv_bind, config.scheduler, worker_id) if alone else ""
         self._transfers = Transfers(pages, endpoint, reply)
@@ -47,10 +47,11 @@ class PageMoves:
             self._tiers.service.begin(incarnation)
 
     def end(self) -> None:
-        """Nothing of this life writes a page any more once this has returned."""
+        """Nothing of this life writes a page any more once this has returned, nor do its last steps before the next."""
         self._transfers.end()
         if self._tiers.service is not None:
             self._tiers.service.end()
+        self._pages.fence()
 
     def close(self) -> None:
         self._transfers.close()

@@ -63,6 +63,11 @@ class PageIO:
             np.take(view, index, axis=0, out=rows, mode="clip")  # was checked; "raise" would copy twice
         return out
 
+    def fence(self) -> None:
+        """A life is over: what is read or written from now on comes after its last steps."""
+        if self._device is not None:
+            self._device.fence()
+
     def start_read(self, pages: list[int]) -> PendingRead:
         """As `read`, called between two steps in the thread that runs them: the pages as the first leaves them.
 
