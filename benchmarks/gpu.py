@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import platform
 import sys
@@ -184,6 +185,7 @@ def main() -> None:
         for name, path in models.items():
             lines += asyncio.run(measure_model(name, path, device, options))
             if options.device == "cuda":
+                gc.collect()
                 torch.cuda.empty_cache()
     has_tokenizer = bool(options.model) and (Path(options.model) / "tokenizer.json").exists()
     talks = conversations(options) if has_tokenizer else {}

@@ -21,9 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
+from msgspec import structs
 
 from scripts.gpu_check.options import CheckFailed, Options
 from scripts.gpu_check.parity import parity
@@ -34,7 +34,12 @@ from shared.messages.request import SamplingParams
 CLOSE = 0.08  # of a log-probability in bf16, on the average over a run
 FAR = 0.6  # of a single one
 SAME_SHARE = 0.3  # of the answers are equal to their end, at the least
-DRAWN = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=11, logprobs=0)
+DRAWN = (
+    SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=11, logprobs=0),
+    SamplingParams(temperature=0.8, top_p=0.8, seed=12, logprobs=0),
+    SamplingParams(temperature=1.1, seed=13, logprobs=0),
+)
+"""Each way of drawing; scored, so that it is the host that draws."""
 
 
 async def kernels(options: Options) -> str:
@@ -89,32 +94,28 @@ async def graphs(options: Options) -> str:
 
 
 async def run_ahead(options: Options) -> str:
-    """Two steps in flight against one: the same rows in the same steps, so the same bits. Ends in flight included."""
+    """One step at a time, sampled on the host, against two in flight, sampled on the device: the same rows in the same
+    steps, so the same bits. Then rows that end while their next step is in flight.
+    """
     async with options.player() as player:
         prompts = options.prompts(options.rows, 60, player.hello.vocab_size)
-        one = await player.generate(prompts, options.count, depth=1)
-        two = await player.generate(prompts, options.count, depth=2)
-        same(one, two)
-        stop = one[0].tokens[options.count // 2]
+        runs: list[list[Answer]] = []
+        for params in (GREEDY, *DRAWN):  # scores are the host's: without them nothing comes back but tokens
+            runs.append(await player.generate(prompts, options.count, depth=1, params=params))
+            plain = structs.replace(params, logprobs=-1)
+            same(runs[-1], await player.generate(prompts, options.count, depth=2, params=plain))
+        greedy = runs[0]
+        stop = greedy[0].tokens[options.count // 2]
         ending = SamplingParams(temperature=0.0, stop_token_ids=(stop,))
         ended = await player.generate(prompts, options.count, depth=2, params=ending)
-        first = await player.generate(prompts, options.count, depth=1, params=DRAWN)
-        second = await player.generate(prompts, options.count, depth=2, params=DRAWN)
-        for scored, params in ((one, GREEDY), (first, DRAWN)):
-            # Without scores tokens are drawn on the device, with them by the host's sampler.
-            unscored = msgspec.structs.replace(params, logprobs=-1)
-            same(scored, await player.generate(prompts, options.count, depth=2, params=unscored))
-    same(first, second)
-    for whole, part in zip(one, ended, strict=True):
-        expected = whole.tokens[: whole.tokens.index(stop) + 1] if stop in whole.tokens else whole.tokens
+    for whole, part in zip(greedy, ended, strict=True):
         # Rows leave the batch when they end, so that sums of the others may differ in their last bits.
-        if part.tokens[:1] != expected[:1] or len(part.tokens) > len(whole.tokens):
-            raise CheckFailed(f"ends at a stop token: {part.tokens} instead of {expected}")
-        if stop in part.tokens[:-1]:
-            raise CheckFailed(f"went on after its stop token {stop}: {part.tokens}")
-    return (
-        f"{len(one)} greedy and as many drawn answers are equal, {sum(stop in a.tokens for a in ended)} ended in flight"
-    )
+        if part.tokens[:1] != whole.tokens[:1] or stop in part.tokens[:-1]:
+            raise CheckFailed(f"with the stop token {stop}: {part.tokens}, without: {whole.tokens}")
+        if len(part.tokens) != options.count and part.tokens[-1] != stop:
+            raise CheckFailed(f"ended without its stop token {stop}: {part.tokens}")
+    early = sum(len(answer.tokens) < options.count for answer in ended)
+    return f"{len(runs) * len(prompts)} greedy and drawn answers are equal, {early} ended in flight"
 
 
 async def resume(options: Options) -> str:
@@ -124,7 +125,7 @@ async def resume(options: Options) -> str:
         async with options.player(dtype) as player:
             prompts = options.prompts(options.rows, 60, player.hello.vocab_size)
             half = options.count // 2
-            for params in (GREEDY, DRAWN):
+            for params in (GREEDY, DRAWN[0]):
                 whole = await player.generate(prompts, options.count, params=params)
                 parts = await player.generate(prompts, options.count, interrupt_after=half, params=params)
                 if dtype == "float32" or params is GREEDY:

@@ -19,8 +19,9 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    # A GPU of this machine is left alone; one thread, for what is computed here is tiny.
-    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    # A GPU of this machine is left alone; one thread, for what is computed here is tiny; steps in two halves as there.
+    settings = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "RADIXFLEET_PIPELINED_ON_CPU": "1"}
+    environment = {**os.environ, "PYTHON": sys.executable, **settings}
     command = [str(ROOT / "scripts/gpu_check.sh"), *flags]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
