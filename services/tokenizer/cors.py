@@ -6,7 +6,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 EXPOSED = ("x-request-id", "x-radixfleet-ignored", "retry-after")
-METHODS = ("GET", "POST", "PUT", "DELETE")
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
 MAX_AGE_S = 600
 
 

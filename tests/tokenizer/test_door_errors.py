@@ -264,7 +264,8 @@ async def test_a_wrong_method_is_told_all_right_ones(door: httpx.AsyncClient) ->
         ("/generate", "POST, PUT"),
         ("/flush_cache", "GET, POST"),
         ("/v1/responses/resp_1", "GET, DELETE"),
-        ("/health", "GET"),
+        ("/health", "GET, HEAD"),
+        ("/v1/models", "GET"),
         (CHAT, "POST"),
     ):
         answer = await door.request("PATCH", path)

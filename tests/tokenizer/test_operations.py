@@ -56,6 +56,12 @@ async def test_descriptions(client: httpx.AsyncClient, model_folder: Any) -> Non
         assert info["port"] == 0
 
 
+async def test_monitors_may_ask_for_the_head_alone(client: httpx.AsyncClient) -> None:
+    for path in ("/health", "/ready", "/ping"):
+        answer = await client.head(path)
+        assert (answer.status_code, answer.content) == (200, b""), path
+
+
 async def test_load_and_workers(client: httpx.AsyncClient) -> None:
     [load] = (await client.get("/get_load")).json()
     assert load == {"dp_rank": 0, "worker_id": "w1", "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 320}

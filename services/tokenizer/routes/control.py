@@ -114,6 +114,7 @@ def _loads(routes: APIRouter, context: Context) -> None:
         }
         return _json({"version": context.version, "aggregate": aggregate, "loads": workers})
 
+    @routes.head("/ping", include_in_schema=False)
     @routes.get("/ping", include_in_schema=False)
     async def ping() -> Response:
         """200 while this process lives and hears the scheduler."""

@@ -35,12 +35,14 @@ def router(context: Context) -> APIRouter:
 def _health(routes: APIRouter, context: Context) -> None:
     frontend = context.frontend
 
+    @routes.head("/health", include_in_schema=False)
     @routes.get("/health")
     async def health() -> Response:
         """200 while this process lives and hears the scheduler."""
         frontend.refuse_unless_alive()
         return Response(status_code=200)
 
+    @routes.head("/ready", include_in_schema=False)
     @routes.get("/ready")
     async def ready() -> Response:
         """200 while a request would run now; otherwise 503 says why not."""

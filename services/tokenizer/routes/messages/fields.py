@@ -23,7 +23,6 @@ class MessagesBody(SamplingFields, kw_only=True):
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
     cache_control: dict[str, Any] | None = None  # every prefix is cached anyway
     rid: StrOrList = None
     extra_key: StrOrList = None

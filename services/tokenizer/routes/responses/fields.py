@@ -30,7 +30,6 @@ class ResponsesBody(SamplingFields, kw_only=True):
     truncation: str | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    service_tier: str | None = None
     prompt_cache_key: str | None = None  # equal prefixes are found without it
     prompt_cache_retention: str | None = None
     rid: StrOrList = None
