@@ -49,8 +49,8 @@ soak: install
 	$(BIN)/python scripts/fuzz_door.py
 
 # Builds the images and tries docker-compose.yml with a real engine; starts one of its own where none runs (root).
-check-deploy: $(STAMP)
-	$(BIN)/python scripts/check_deploy.py
+check-deploy: install
+	TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python scripts/check_deploy.py --timings
 
 clients: install
 	$(BIN)/python scripts/clients.py --write docs/clients.md

@@ -2,99 +2,68 @@
 
     build -> sizes -> up -> healthy -> a chat -> three workers -> one killed mid-stream -> it joins again -> down
 
-Uses the engine that answers, or starts one of its own with docker_engine.sh. Exit code 0: all of it held.
+Uses the engine that answers and leaves it as it was, or starts one of its own with docker_engine.sh. Where both compose
+programs are there, the plugin does all this and docker-compose 1.29 comes up, serves the same text and ends. Exit code
+0: all of it held.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deploy_images
 import httpx
+from deploy_images import SERVICES
+from deploy_phases import ROOT, CheckFailed, phases, require, run, say, succeeds, until
 
-ROOT = Path(__file__).resolve().parents[1]
-PROJECT = "radixfleetcheck"
-BASE = "python:3.11-slim"
-SERVICES = ("scheduler", "tokenizer", "detokenizer", "gpu_worker")
-SMALL = ("scheduler", "tokenizer", "detokenizer")
-SMALL_MB = 300
-HEALTHY_S = 300
+ENGINE = ROOT / "scripts" / "docker_engine.sh"
 GRACE_S = 45
 TOKENS = 96
 PROMPT = "Write a long story about a lighthouse keeper and the sea."
 
 
-def say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
-
-
-class CheckFailed(Exception):
-    pass
-
-
-def require(condition: bool, text: str) -> None:
-    if not condition:
-        raise CheckFailed(text)
-    say(f"ok: {text}")
-
-
-def run(*command: str, quiet: bool = True, check: bool = True) -> str:
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=quiet, check=False)
-    if check and done.returncode:
-        raise CheckFailed(f"{' '.join(command)}\n{done.stdout or ''}{(done.stderr or '')[-3000:]}")
-    return (done.stdout or "").strip()
-
-
-def until(what: str, seconds: float, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise CheckFailed(f"not within {seconds:g} s: {what}")
-        time.sleep(0.5)  # an engine has nothing to wait on for this
-    say(f"ok: {what}")
-
-
-def docker_answers() -> bool:
-    try:
-        return subprocess.run(["docker", "version"], capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
 def compose_commands() -> list[list[str]]:
     """What there is: the plugin, and the older program."""
     found = []
-    if subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0:
+    if succeeds("docker", "compose", "version"):
         found.append(["docker", "compose"])
     if shutil.which("docker-compose"):
         found.append(["docker-compose"])
-    require(bool(found), "a compose command is there")
+    require(bool(found), f"compose is there: {', '.join(' '.join(words) for words in found)}")
     return found
 
 
 class Deployment:
     """One project of compose, and the HTTP port it publishes."""
 
-    def __init__(self, compose: list[str], port: int) -> None:
-        self._compose = [*compose, "-p", PROJECT]
-        self.url = f"http://127.0.0.1:{port}"
-        self._http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+    def __init__(self, compose: list[str], override: Path, port: int) -> None:
+        self.program = " ".join(compose)
+        self.project = "radixfleetcheck" + ("old" if compose == ["docker-compose"] else "")
+        self._compose = [*compose, "-p", self.project, "-f", "docker-compose.yml", "-f", str(override)]
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120, trust_env=False)
 
-    def compose(self, *words: str) -> str:
-        return run(*self._compose, *words)
+    def compose(self, *words: str, check: bool = True) -> str:
+        return run(*self._compose, *words, check=check)
+
+    def up(self, **scale: int) -> None:
+        words = [word for service, count in scale.items() for word in ("--scale", f"{service}={count}")]
+        self.compose("up", "-d", "--no-build", "--no-recreate", *words)
 
     def containers(self, service: str) -> list[str]:
         label = f"label=com.docker.compose.service={service}"
-        project = f"label=com.docker.compose.project={PROJECT}"
+        project = f"label=com.docker.compose.project={self.project}"
         return run("docker", "ps", "--no-trunc", "-q", "--filter", label, "--filter", project).split()
 
     def healthy(self, service: str, count: int) -> bool:
@@ -135,32 +104,13 @@ class Deployment:
         return "".join(pieces)
 
 
-def build(no_build: bool) -> None:
-    if not no_build:
-        for service in SERVICES:
-            started = time.monotonic()
-            run("docker", "build", "--network", "host", "-f", "deploy/docker/Dockerfile", "--target", service,
-                "-t", f"radixfleet/{service}:latest", ".")  # fmt: skip
-            say(f"built {service} in {time.monotonic() - started:.0f} s")
-    base = size_mb(BASE)
-    for service in SERVICES:
-        over = size_mb(f"radixfleet/{service}") - base
-        say(f"size: {service} {over:.0f} MB over the base of {base:.0f} MB")
-        if service in SMALL:
-            require(over < SMALL_MB, f"{service} is under {SMALL_MB} MB over the base")
-
-
-def size_mb(image: str) -> float:
-    return int(run("docker", "image", "inspect", "-f", "{{.Size}}", image)) / 1e6
-
-
-def seed_models() -> None:
+def seed_models(project: str) -> None:
     """What this machine's cache has need not be fetched again inside."""
     cache = Path(os.environ.get("RADIXFLEET_CACHE", Path.home() / ".cache" / "radixfleet")) / "models"
     if not cache.is_dir():
         return
     run("docker", "run", "--rm", "--user", "0", "--entrypoint", "sh", "-v", f"{cache}:/from:ro",
-        "-v", f"{PROJECT}_models:/to", "radixfleet/scheduler", "-c",
+        "-v", f"{project}_models:/to", deploy_images.image("scheduler"), "-c",
         "mkdir -p /to/models && cp -r /from/. /to/models/ && chown -R 10001:10001 /to")  # fmt: skip
     say(f"models of {cache} copied into the volume")
 
@@ -171,7 +121,7 @@ def kill_busy_worker(deployment: Deployment) -> Callable[[int], None]:
     def after_chunks(count: int) -> None:
         if count != 30:
             return
-        until("the scheduler says who computes the stream", 20, lambda: any(deployment.workers().values()))
+        until("the scheduler says who computes the stream", lambda: any(deployment.workers().values()))
         name = next(name for name, running in deployment.workers().items() if running)
         victim = next(c for c in deployment.containers("gpu_worker") if c.startswith(name.removeprefix("worker-")))
         run("docker", "kill", "--signal", "KILL", victim)
@@ -180,26 +130,37 @@ def kill_busy_worker(deployment: Deployment) -> Callable[[int], None]:
     return after_chunks
 
 
-def check(deployment: Deployment) -> None:
-    deployment.compose("up", "-d", "--no-build")
-    for service in SERVICES:
-        until(f"{service} is healthy", HEALTHY_S, lambda service=service: deployment.healthy(service, 1))
-    until("the door is ready", 60, deployment.ready)
-    undisturbed = deployment.chat()
-    require(len(undisturbed) > TOKENS, f"a chat streamed through all four services: {undisturbed[:60]!r}...")
+def first_chat(deployment: Deployment) -> str:
+    with phases(f"up ({deployment.program})", 300):
+        seed_models(deployment.project)
+        deployment.up()
+    with phases("healthy", 300):
+        for service in SERVICES:
+            until(f"{service} is healthy", lambda service=service: deployment.healthy(service, 1))
+        until("the door is ready", deployment.ready)
+    with phases("chat", 120):
+        text = deployment.chat()
+        require(len(text) > TOKENS, f"a chat streamed through all four services: {text[:60]!r}...")
+    return text
 
-    deployment.compose("up", "-d", "--no-build", "--no-recreate", "--scale", "gpu_worker=3")
-    until("three workers have joined", HEALTHY_S, lambda: len(deployment.workers()) == 3)
-    require(deployment.chat(kill_busy_worker(deployment)) == undisturbed, "the text is the undisturbed one")
-    until("the dead worker is gone", 30, lambda: len(deployment.workers()) == 2)
-    deployment.compose("up", "-d", "--no-build", "--no-recreate", "--scale", "gpu_worker=3")
-    until("a worker has joined again", HEALTHY_S, lambda: len(deployment.workers()) == 3)
 
-    scale = ["--scale", "gpu_worker=3", "--scale", "tokenizer=2", "--scale", "detokenizer=2"]
-    deployment.compose("up", "-d", "--no-build", "--no-recreate", *scale)
-    for service in ("tokenizer", "detokenizer"):
-        until(f"two of {service} are healthy", HEALTHY_S, lambda service=service: deployment.healthy(service, 2))
-    require(deployment.chat() == undisturbed, "two front doors and two detokenizers serve the same text")
+def check(deployment: Deployment) -> str:
+    undisturbed = first_chat(deployment)
+    with phases("scale to three workers", 300):
+        deployment.up(gpu_worker=3)
+        until("three workers have joined", lambda: len(deployment.workers()) == 3)
+    with phases("kill one mid-stream", 180):
+        require(deployment.chat(kill_busy_worker(deployment)) == undisturbed, "the text is the undisturbed one")
+        until("the dead worker is gone", lambda: len(deployment.workers()) == 2)
+    with phases("it joins again", 300):
+        deployment.up(gpu_worker=3)
+        until("a worker has joined again", lambda: len(deployment.workers()) == 3)
+    with phases("two doors and detokenizers", 300):
+        deployment.up(gpu_worker=3, tokenizer=2, detokenizer=2)
+        for service in ("tokenizer", "detokenizer"):
+            until(f"two of {service} are healthy", lambda service=service: deployment.healthy(service, 2))
+        require(deployment.chat() == undisturbed, "two front doors and two detokenizers serve the same text")
+    return undisturbed
 
 
 def stop(deployment: Deployment) -> None:
@@ -210,6 +171,7 @@ def stop(deployment: Deployment) -> None:
     codes = run("docker", "inspect", "-f", "{{.State.ExitCode}}", *ids).split()
     # Whoever is not through within its grace time is killed and ends with 137. The scheduler stops after the others.
     require(codes == ["0"] * len(ids), f"every service ended within its grace time, exit codes {' '.join(codes)}")
+    deployment.compose("down", "-v")
     say(f"all {len(ids)} stopped in {seconds:.0f} s")
 
 
@@ -219,43 +181,86 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--no-build", action="store_true", help="the images are there")
-    parser.add_argument("--keep", action="store_true", help="leave an engine of our own running")
-    options = parser.parse_args()
-    started = time.monotonic()
-    engine = not docker_answers()
-    deployment: Deployment | None = None
-    try:
-        if engine:
-            os.environ["DOCKER_HOST"] = run(str(ROOT / "scripts" / "docker_engine.sh"), "up").splitlines()[-1]
-            say("an engine of our own runs")
+def start_engine(cleanup: contextlib.ExitStack, keep: bool) -> None:
+    """What it sets up is undone by `cleanup`."""
+    if not keep:
+        cleanup.callback(run, str(ENGINE), "down", check=False)
+    for line in run(str(ENGINE), "up").splitlines():
+        name, equals, value = line.partition("=")
+        if equals and name in ("DOCKER_HOST", "DOCKER_CONFIG"):
+            os.environ[name] = value
+    say("an engine of our own runs")
+
+
+def prepare(cleanup: contextlib.ExitStack, folder: Path, options: argparse.Namespace) -> Path:
+    """An engine and the images. Returns the compose file that the check adds."""
+    override = folder / "check.yml"
+    own_engine = not succeeds("docker", "version")
+    wheels = None
+    with phases("engine and base image", 600):
+        if own_engine:
+            wheels = None if options.no_build else deploy_images.Wheels(folder / "wheels")
+            start_engine(cleanup, options.keep)
+    with phases("wheels", 600):  # fetched since the start; what is left of that
+        arguments = cleanup.enter_context(wheels.served()) if wheels else {}
+        deploy_images.write_override(override, arguments)
+    if not options.no_build:
+        if not own_engine and not options.keep:
+            cleanup.callback(deploy_images.remove)
+        with phases("images", 1200):
+            deploy_images.build(override, arguments)
+    with phases("sizes", 60):
+        deploy_images.measure()
+    return override
+
+
+def try_all(cleanup: contextlib.ExitStack, override: Path) -> None:
+    port = free_port()
+    os.environ.update(RADIXFLEET_PORT=str(port), RADIXFLEET_DTYPE="float32", RADIXFLEET_THREADS="1",
+                      RADIXFLEET_MAX_TOTAL_TOKENS="8192")  # fmt: skip
+    with phases("compose files", 60):
         commands = compose_commands()
-        port = free_port()
-        os.environ.update(RADIXFLEET_PORT=str(port), RADIXFLEET_DTYPE="float32", RADIXFLEET_THREADS="1",
-                          RADIXFLEET_MAX_TOTAL_TOKENS="8192")  # fmt: skip
         for command in commands:
             run(*command, "-f", "docker-compose.yml", "-f", "docker-compose.cuda.yml", "config")
             say(f"ok: {' '.join(command)} accepts the files")
-        build(options.no_build)
-        deployment = Deployment(commands[0], port)
-        deployment.compose("down", "-v")
-        seed_models()
-        check(deployment)
-        stop(deployment)
-    except CheckFailed as error:
-        say(f"FAILED: {error}")
-        if deployment is not None:
-            print(run(*deployment._compose, "logs", "--tail", "40", check=False))
-        return 1
-    finally:
-        if deployment is not None:
-            run(*deployment._compose, "down", "-v", check=False)
-        if engine and not options.keep:
-            run(str(ROOT / "scripts" / "docker_engine.sh"), "down", check=False)
-    say(f"all of it held, in {time.monotonic() - started:.0f} s")
-    return 0
+    text = ""
+    for number, command in enumerate(commands):
+        deployment = Deployment(command, override, port)
+        with phases("clean start", 120):
+            deployment.compose("down", "-v")
+        cleanup.callback(deployment.compose, "down", "-v", "-t", "5", check=False)
+        try:
+            if number == 0:
+                text = check(deployment)
+            else:
+                require(first_chat(deployment) == text, f"{deployment.program} serves the same text")
+            with phases("stop and down", 2 * GRACE_S + 60):
+                stop(deployment)
+        except CheckFailed:
+            print(deployment.compose("logs", "--tail", "40", check=False))
+            raise
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-build", action="store_true", help="the images are there")
+    parser.add_argument("--keep", action="store_true", help="leave the images, and an engine of our own running")
+    parser.add_argument("--timings", action="store_true", help="say what each phase took, in seconds and CPU seconds")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.environ["RADIXFLEET_VERSION"] = deploy_images.TAG
+    started = time.monotonic()
+    failed: CheckFailed | None = None
+    with tempfile.TemporaryDirectory(prefix="check-deploy-") as folder, contextlib.ExitStack() as cleanup:
+        try:
+            try_all(cleanup, prepare(cleanup, Path(folder), options))
+        except CheckFailed as error:
+            failed = error
+            say(f"FAILED: {error}")
+    if options.timings:
+        print(phases.table())
+    say(f"{'not all' if failed else 'all'} of it held, in {time.monotonic() - started:.0f} s")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

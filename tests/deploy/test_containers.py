@@ -90,8 +90,9 @@ def test_every_service_has_its_image() -> None:
         if "build" in service:
             assert service["build"]["target"] == name
             assert name in targets
-    after_user = dockerfile.split("FROM service AS gpu_worker")[1]
-    assert after_user.rindex("USER radixfleet") > after_user.rindex("USER root")
+    for stage in ("service", "gpu_worker"):  # what builds does so as root; what runs does not
+        body = dockerfile.split(f" AS {stage}\n")[1].split("\nFROM ")[0]
+        assert body.rindex("\nUSER radixfleet") > body.rindex("\nRUN ")
     for variable in re.findall(r"RADIXFLEET_\w+", dockerfile):
         known = {PREFIX + field.upper() for kind in CONFIGS.values() for field in kind.__struct_fields__}
         assert variable in known | {"RADIXFLEET_CACHE"}
