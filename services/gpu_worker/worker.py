@@ -73,6 +73,7 @@ class Worker:
         self._hello_timer: asyncio.TimerHandle | None = None
         self._drained = asyncio.Event()
         self._draining = False
+        self._frees_memory = False
         self.device_lost = False
         self.exit_code = 0
 
@@ -193,6 +194,9 @@ class Worker:
             self._session.end()
             self._session = None
             self._executor.reset()
+            if self._frees_memory and self._compute is not None:
+                self._frees_memory = False
+                self._compute.submit(release_cached)  # after the reset, which gives up what steps under way hold
         if self._pages is not None:
             self._pages.end()
 
@@ -226,14 +230,13 @@ class Worker:
         self._send(message)
 
     def _shrink(self, session: Session, fault: WorkerFault) -> WorkerFault:
-        """Free what can be freed and offer smaller steps from the next hello on."""
+        """Offer smaller steps from the next hello on, and free what can be freed before it."""
         tokens, rows = session.size_of(fault.step_id)
         shrinks = self._sizes.after_fault(tokens, rows, self._executor.activity.steps)
         size = self._sizes.now
         sizes = {"step_tokens": tokens, "step_rows": rows, "next_tokens": size.tokens, "next_slots": size.slots}
         log.warning("out of memory in a step", **sizes)
-        if self._compute is not None:
-            self._compute.submit(release_cached)
+        self._frees_memory = True
         return msgspec.structs.replace(fault, remedy="smaller" if shrinks else "none")
 
     def _fault(self, step_id: int, error: ProtocolError) -> None:

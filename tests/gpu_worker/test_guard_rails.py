@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gpu_worker import memory, startup
+from services.gpu_worker import memory, startup, worker
 from services.gpu_worker.faults import ProtocolError, classify
 from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.memory import MIB, MemoryPlanError, PoolWish, allocate_pool, least_pages
@@ -189,7 +189,13 @@ def test_faults_come_to_an_end_whatever_fails(data: st.DataObject) -> None:
     assert sizes.now == whole
 
 
-async def test_the_next_hello_offers_less_and_says_that_nobody_is_to_blame(stage: Stage) -> None:
+async def test_the_next_hello_offers_less_and_says_that_nobody_is_to_blame(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    reset = stage.bench.engine.reset
+    monkeypatch.setattr(stage.bench.engine, "reset", lambda: (done.append("reset"), reset()))
+    monkeypatch.setattr(worker, "release_cached", lambda: done.append("memory is freed"))
     script = stage.script
     hello = await script.welcome()
     stage.bench.runner.error = torch.OutOfMemoryError("CUDA out of memory")
@@ -206,6 +212,7 @@ async def test_the_next_hello_offers_less_and_says_that_nobody_is_to_blame(stage
         again = await script.next(WorkerHello)
     assert (again.max_slots, again.max_batched_tokens) == (1, hello.max_batched_tokens)
     assert again.num_pages == hello.num_pages
+    assert done == ["reset", "memory is freed"], "what steps under way hold is given up first"
     await script.welcome()
     script.open()
     assert tokens(await script.result()) == toy_greedy(PROMPT, 1)
