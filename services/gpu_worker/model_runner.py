@@ -71,7 +71,12 @@ class LoadedModel:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a CUDA graph can hold its forward pass, which then never waits for the device."""
+        """Whether a CUDA graph can hold its forward pass, which then never waits for the device.
+
+        The reference attention does, and it is what a deterministic model gets.
+        """
+        if self.config.deterministic or self.attention_backend == "reference":
+            return False
         return isinstance(self.model, Decoder) and self.model.capturable
 
     def kv_bytes_per_page(self, page_size: int) -> int:

@@ -1,6 +1,6 @@
-"""Random but valid sequences of commands, as a scheduler with one step of run-ahead would send them.
+"""Random but valid sequences of commands, as a scheduler with one or two steps of run-ahead would send them.
 
-Command t is made with the results of steps before t - 1 only: so rows of slots that ended a step earlier are in it.
+Command t is made without the results of the last steps: so rows of slots that have ended in them are in it.
 """
 
 from __future__ import annotations
@@ -61,13 +61,17 @@ class Story:
 
 
 class Writer:
-    """Plays the scheduler against a host engine, by default one over the toy model."""
+    """Plays the scheduler against a host engine, by default one over the toy model.
 
-    def __init__(self, seed: int, engine: Engine | None = None) -> None:
+    ahead: steps that are sent before a result is heard.
+    """
+
+    def __init__(self, seed: int, engine: Engine | None = None, ahead: int = 1) -> None:
         self._random = random.Random(seed)
         self.engine = engine or toy_engine()
         self._vocab = self.engine.slots.limits.vocab_size
         self._masks: dict[int, tuple[bytes, bytes]] = {}
+        self._ahead = ahead
         self._seats: list[Seat | None] = [None] * SLOTS
         self._awaited: list[tuple[list[tuple[int, Seat]], StepResult]] = []
         self._features = {f for f in ("edits", "masks", "scores", "filters", "aborts") if self._random.random() < 0.6}
@@ -80,7 +84,7 @@ class Writer:
             story.commands.append(command)
             story.results.append(result)
             self._awaited.append((outputs, result))
-            if len(self._awaited) > 1:
+            if len(self._awaited) > self._ahead:
                 self._hear(*self._awaited.pop(0))
         return story
 

@@ -23,9 +23,9 @@ def same_slots(one: Any, other: Any) -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.integers(4, 25))
-def test_two_halves_are_the_whole(seed: int, eagerness: float, steps: int) -> None:
-    writer = Writer(seed)
+@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.integers(4, 25), st.sampled_from([1, 2]))
+def test_two_halves_are_the_whole(seed: int, eagerness: float, steps: int, ahead: int) -> None:
+    writer = Writer(seed, ahead=ahead)
     story = writer.write(steps)
     player = Player(story, eagerness, seed)
     for ours, theirs in zip(player.play(), story.results, strict=True):

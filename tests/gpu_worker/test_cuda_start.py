@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on(device: torch.device, loaded: LoadedModel) -> LoadedModel:
-    return LoadedModel(loaded.config, loaded.model, device, "reference", loaded.kv_dtype)
+    return LoadedModel(loaded.config, loaded.model, device, "auto", loaded.kv_dtype)
 
 
 def test_who_gets_graphs(folder: Path, tmp_path: Path) -> None:
@@ -44,6 +44,7 @@ def test_who_gets_graphs(folder: Path, tmp_path: Path) -> None:
     assert GraphPlan.of(WorkerConfig(disable_cuda_graph=True), on(CUDA, loaded), 64).max_batch == 0
     assert GraphPlan.of(WorkerConfig(tp_size=2), on(CUDA, loaded), 64).max_batch == 0
     assert GraphPlan.of(config, loaded, 64).max_batch == 0
+    assert not loaded.is_capturable  # its attention is the reference
     save_model("mixtral", tmp_path)  # experts in plain torch ask the host which of them have tokens
     assert GraphPlan.of(config, on(CUDA, load(tmp_path)), 64).max_batch == 0
 
@@ -65,12 +66,21 @@ class Crowded(HostDevice):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+class Lost(Crowded):
+    """A device whose context is gone."""
+
+    def event(self) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 def test_capturing_needs_attention_that_can_be_captured_and_memory(folder: Path) -> None:
     plan, loaded = GraphPlan(4), load(folder)
     runner = loaded.build_runner(8 + plan.scratch_pages, PAGE, 64)
     assert plan.capture(runner, HostDevice(), 8, PAGE, 0) is None
     runner.attention = PoisonedAttention(runner.kv_cache, PAGE)
     assert plan.capture(runner, Crowded(), 8, PAGE, 0) is None
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        plan.capture(runner, Lost(), 8, PAGE, 0)
     assert isinstance(plan.capture(runner, HostDevice(), 8, PAGE, 0), DecodeGraphs)
 
 

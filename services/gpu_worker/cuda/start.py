@@ -19,7 +19,6 @@ from services.gpu_worker.cuda.engine import PipelinedEngine
 from services.gpu_worker.cuda.graphs import DecodeGraphs, GraphShape, graph_sizes
 from services.gpu_worker.engine import Engine
 from services.gpu_worker.executor import StepEngine
-from services.gpu_worker.faults import is_out_of_memory
 from services.gpu_worker.memory import MIB, free_bytes
 from services.gpu_worker.model_runner import LoadedModel, ModelRunner
 from services.gpu_worker.models.config import ModelConfig
@@ -57,9 +56,9 @@ class GraphPlan:
 
     @staticmethod
     def of(config: WorkerConfig, model: LoadedModel, max_slots: int) -> GraphPlan:
-        """No graphs on a CPU, over several ranks, for models of other code, and where they are not wanted."""
+        """No graphs on a CPU, over several ranks, for what cannot be captured, and where they are not wanted."""
         wanted = model.device.type == "cuda" and not config.disable_cuda_graph and config.tp_size == 1
-        if not wanted or model.config.implementation != "own" or not model.is_capturable:
+        if not wanted or not model.is_capturable:
             return GraphPlan()
         return GraphPlan(min(config.cuda_graph_max_bs or max_slots, max_slots))
 
@@ -83,8 +82,14 @@ class GraphPlan:
     def capture(
         self, runner: ModelRunner, device: GraphDevice, num_pages: int, page_size: int, reserved: int
     ) -> DecodeGraphs | None:
-        """All graphs, or None where there are to be none, or no memory for them."""
-        if not self.max_batch or not isinstance(runner.attention, GraphAttention):
+        """All graphs, or None where there are to be none or capturing fails, which only costs speed.
+
+        Raises what the device raises where it is lost for good.
+        """
+        if not self.max_batch:
+            return None
+        if not isinstance(runner.attention, GraphAttention):
+            log.info("no CUDA graphs: this attention cannot be captured", attention=type(runner.attention).__name__)
             return None
         config = runner.config
         max_pages = -(-config.max_context // page_size)
@@ -94,9 +99,10 @@ class GraphPlan:
             graphs = DecodeGraphs(runner.model, runner.attention, shape, device)
             graphs.capture()
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            log.warning("no memory for CUDA graphs: decode steps are launched kernel by kernel", detail=str(error))
+            log.warning("no CUDA graphs: decode steps are launched kernel by kernel", reason=str(error))
+            alive = device.event()
+            alive.record()
+            alive.wait()
             return None
         taken = max(0, before - free_bytes(device.device))
         log.info(
