@@ -58,8 +58,9 @@ step() {
 
 if [ -n "$wheels" ]; then
     step venv 30 "$python" -m venv --system-site-packages "$out/venv" || exit $failed
-    python=$PWD/$out/venv/bin/python
-    case $out in /*) python=$out/venv/bin/python ;; esac
+    # What the machine has may itself lie in an environment, which a new one does not see.
+    "$python" -c 'import site; print(*site.getsitepackages(), sep="\n")' >"$(echo "$out"/venv/lib/python3*/site-packages)/machine.pth"
+    python=$(cd "$out" && pwd)/venv/bin/python
     step wheels 120 "$python" -m pip install --no-index --no-deps --quiet "$wheels"/*.whl || exit $failed
 fi
 step versions 60 "$python" -m scripts.gpu_check.prepare versions --device "$device" || exit $failed
