@@ -19,6 +19,8 @@ class StepAborted(Exception):
     """The step was given up from outside (reset, shutdown); it has no result."""
 
 
+_DEVICE_ERROR: tuple[type[BaseException], ...] = (torch.AcceleratorError,) if hasattr(torch, "AcceleratorError") else ()
+"""Older ones raise a RuntimeError for the same."""
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 _DEVICE = re.compile(
     r"\bcuda( runtime| driver)? error|\bcudaError|CUBLAS_STATUS_|CUDNN_STATUS_(EXECUTION|INTERNAL)|"
@@ -47,6 +49,6 @@ def classify(error: BaseException) -> FaultKind:
         return "nccl"
     if is_out_of_memory(error):
         return "oom"
-    if isinstance(error, torch.AcceleratorError) or _DEVICE.search(str(error)):
+    if isinstance(error, _DEVICE_ERROR) or _DEVICE.search(str(error)):
         return "cuda"
     return "internal"
