@@ -21,7 +21,21 @@ _ANY_SCHEMA = {"type": ["object", "array"]}
 _SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _SCHEMA_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
 _COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
-_VALUES = frozenset({"enum", "const"})
+_SCHEMAS = frozenset(
+    {
+        "additionalProperties",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "additionalItems",
+        "propertyNames",
+        "contains",
+        "items",
+        "not",
+        "if",
+        "then",
+        "else",
+    }
+)
 _REMARKS = frozenset({"title", "description", "examples", "default", "$comment", "x-guidance", "deprecated"})
 
 
@@ -96,16 +110,19 @@ def _ordered(schema: Any) -> Any:
 def _ordered_schema(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    return {name: _ordered_keyword(name, schema[name]) for name in sorted(schema) if name not in _REMARKS}
+    names = (name for name in sorted(schema) if name not in _REMARKS)
+    return {name: _ordered_keyword(name, schema[name]) for name in names if not _says_nothing(name, schema[name])}
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    return name == "uniqueItems" and value is False
 
 
 def _ordered_keyword(name: str, value: Any) -> Any:
-    if name in _VALUES:
-        return value
     if name in _COUNTS and isinstance(value, float) and value.is_integer():
         return int(value)  # 2.0 is a whole number in JSON Schema
     if name in _SCHEMA_MAPS and isinstance(value, dict):
         return {inner: _ordered_schema(schema) for inner, schema in value.items()}
-    if isinstance(value, list):
-        return [_ordered_schema(item) for item in value] if name in _SCHEMA_LISTS or name == "items" else value
-    return _ordered_schema(value)
+    if isinstance(value, list) and (name in _SCHEMA_LISTS or name == "items"):
+        return [_ordered_schema(item) for item in value]
+    return _ordered_schema(value) if name in _SCHEMAS else value  # names inside of others are names, not remarks

@@ -129,17 +129,19 @@ class Worker:
 
     def _walk(self, matcher: Matcher) -> str:
         """Follow one text drawn from the masks, for a while: why the engine gives up on it, if it does."""
-        draw, trial = np.random.default_rng(self._seed), matcher.fork()
+        draw, trial, drawn = np.random.default_rng(self._seed), matcher.fork(), False
         until = time.process_time() + _WALK_SECONDS
         for _ in range(_WALK):
             ids: Sequence[int] = trial.forced_tokens()
             if not ids and trial.fill_mask(self._row):
                 going_on = np.setdiff1d(allowed(self._row, self._vocabulary), self._vocabulary.eos_ids)
-                ids = draw.choice(going_on, 1).tolist() if going_on.size else ()
+                ids, drawn = draw.choice(going_on, 1).tolist() if going_on.size else (), True
             if not ids or not trial.advance(ids) or trial.is_stopped:
                 break
             if time.process_time() > until:
                 break
+        if trial.error.startswith(DEAD_END) and not drawn:
+            raise BadSource("no text satisfies it")  # what every text begins with leads nowhere
         return "" if trial.error.startswith(DEAD_END) else trial.error
 
 

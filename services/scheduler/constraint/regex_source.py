@@ -44,6 +44,18 @@ def check_regex(pattern: str, limits: Limits, *, may_be_empty: bool = False) -> 
         before = _after(piece, before, offset)
 
 
+def check_classes(pattern: str) -> None:
+    """Refuses what JSON Schema's dialect reads as characters of a class and the engine as operators on classes."""
+    inside, before = False, ""
+    for offset, piece, in_class in _pieces(pattern):
+        if inside and in_class:
+            if piece == "[":
+                raise _at(offset, "a [ inside a character class must be written \\[")
+            if piece == before and piece in ("&", "-", "~"):
+                raise _at(offset, f"{piece} inside a character class must be written \\{piece}")
+        inside, before = in_class, piece
+
+
 def ascii_digits(pattern: str) -> str:
     """The same pattern with `\\d` spelled as the digits 0-9, so that a number stays a number for every reader."""
     out = []

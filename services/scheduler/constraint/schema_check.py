@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 from services.scheduler.constraint.errors import BadSource
 from services.scheduler.constraint.limits import Limits
-from services.scheduler.constraint.regex_source import check_regex
+from services.scheduler.constraint.regex_source import check_classes, check_regex
 
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _COUNTS = frozenset(
@@ -38,12 +38,16 @@ _SCHEMAS = frozenset(
         "else",
     }
 )
+_EXACT = 1 << 53
+"""Up to here a double counts in ones; the engine holds bounds as doubles."""
+_LARGEST = 1 << 63
+"""The engine counts no further: what lies beyond is forbidden anyway."""
 _OF_OLD = frozenset({"extends", "disallow", "divisibleBy", "$recursiveRef"})
 """Keywords of old drafts that restrict: the engine would pass over them."""
 
 
-def check_schema(schema: Any, limits: Limits) -> None:
-    """Raises BadSource with a JSON pointer."""
+def check_schema(schema: Any, limits: Limits, *, lenient: bool = False) -> None:
+    """Raises BadSource with a JSON pointer. `lenient`: what the engine enforces only in part may pass."""
     if not isinstance(schema, dict | bool):
         raise BadSource("a schema is an object, true or false")
     if schema is False:
@@ -61,6 +65,9 @@ def check_schema(schema: Any, limits: Limits) -> None:
             raise BadSource("a schema is an object, true or false", place)
         for name, value in inner.items():
             _check_keyword(name, value, f"{place}/{_escape(name)}", limits)
+        if not lenient:
+            _check_bounds(inner, place)
+            _check_members(inner, place)
         _check_optional(inner, place, limits)
         if "$ref" in inner:
             _check_reference(schema, inner["$ref"], f"{place}/$ref")
@@ -155,8 +162,34 @@ def _check_enum(value: Any, place: str, limits: Limits) -> None:
 def _check_pattern(pattern: str, place: str, limits: Limits) -> None:
     try:
         check_regex(pattern, limits, may_be_empty=True)
+        check_classes(pattern)
     except BadSource as error:
         raise BadSource(error.reason, f"{place} ({error.place})" if error.place else place) from None
+
+
+def _check_bounds(schema: dict[str, Any], place: str) -> None:
+    """Rounded to a double a bound must not let in what it keeps out."""
+    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        bound = schema.get(name)
+        if not isinstance(bound, int) or isinstance(bound, bool) or not _EXACT <= abs(bound) < _LARGEST:
+            continue
+        rounded = int(float(bound))
+        looser = rounded < bound if "inimum" in name else rounded > bound
+        if looser or name in _EXCLUSIVE or schema.get(f"exclusive{name.capitalize()}") is True:
+            raise BadSource(
+                "beyond 2**53 a bound is enforced only where it is inclusive and a double", f"{place}/{name}"
+            )
+
+
+def _check_members(schema: dict[str, Any], place: str) -> None:
+    """A name that is not required may be written twice, and counts once for who reads it."""
+    least, required = schema.get("minProperties", 0), schema.get("required", ())
+    named = len(set(required)) if isinstance(required, list) else 0
+    if least > named + 1:
+        reason = (
+            f"with {named} required names no more than {named + 1} can be enforced (best_effort checks it afterwards)"
+        )
+        raise BadSource(reason, f"{place}/minProperties")
 
 
 def _check_optional(schema: dict[str, Any], place: str, limits: Limits) -> None:

@@ -60,10 +60,11 @@ class _Sizes:
         size = self._scalar(schema)
         names = schema.get("type", ("object", "array"))
         types = names if isinstance(names, list | tuple) else (names,)
-        if "object" in types:
-            size += self._object(schema, depth)
-        if "array" in types:
-            size += self._array(schema, depth)
+        parts = [self._object(schema, depth)] if "object" in types else []
+        parts += [self._array(schema, depth)] if "array" in types else []
+        size += sum(parts)
+        if len(types) > 1:  # to begin one of them is a choice
+            self._optional(max(size, *parts) if parts else size)
         for name in ("allOf", "$ref"):
             for inner in self._listed(schema, name):
                 size += self.of(inner, depth)
@@ -102,9 +103,10 @@ class _Sizes:
                 self._optional(part)
         size += sum(len(name) + 6 for name in names if name not in properties)
         others = (schema.get("additionalProperties"), *schema.get("patternProperties", {}).values())
-        for inner in (inner for inner in others if inner is not False):
-            self._optional(_UNKNOWN // 4 + self.of(inner, depth))
-        return size
+        open_sizes = [_UNKNOWN // 4 + self.of(inner, depth) for inner in others if inner is not False]
+        for part in open_sizes:
+            self._optional(part)
+        return size + (max(open_sizes, default=0) if schema.get("minProperties", 0) > len(names) else 0)
 
     def _array(self, schema: dict[str, Any], depth: int) -> int:
         items = schema.get("items", schema.get("prefixItems"))

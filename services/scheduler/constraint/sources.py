@@ -12,6 +12,7 @@ from services.scheduler.constraint.canonical import ANY_JSON, Kind, read_json
 from services.scheduler.constraint.errors import BadSource
 from services.scheduler.constraint.gbnf import parse_gbnf
 from services.scheduler.constraint.gbnf_lark import to_lark
+from services.scheduler.constraint.json_escapes import allowed_escapes
 from services.scheduler.constraint.limits import Limits, parser_limits
 from services.scheduler.constraint.regex_source import ascii_digits, check_regex, explain, first_line
 from services.scheduler.constraint.schema_check import check_schema, place_of
@@ -103,7 +104,7 @@ def _regex(pattern: str, limits: Limits) -> dict[str, Any]:
 def _json_schema(schema: Any, options: Options, limits: Limits) -> dict[str, Any]:
     if schema == ANY_JSON:
         schema = {"type": ["object", "array"]}
-    check_schema(schema, limits)
+    check_schema(schema, limits, lenient=options.best_effort)
     own = {} if schema is True else dict(schema)
     own["x-guidance"] = {
         "lenient": options.best_effort,
@@ -111,6 +112,7 @@ def _json_schema(schema: Any, options: Options, limits: Limits) -> dict[str, Any
         "whitespace_flexible": options.any_whitespace,
         "item_separator": ",",
         "key_separator": ":",
+        "json_allowed_escapes": allowed_escapes(schema, lenient=options.best_effort),
         **({"whitespace_pattern": BOUNDED_SPACE} if options.any_whitespace else {}),
     }
     return {"json_schema": own}

@@ -10,8 +10,12 @@ from services.scheduler.constraint.errors import BadSource
 from services.scheduler.constraint.limits import Limits
 from services.scheduler.constraint.llguidance_matcher import LLGuidanceMatcher
 from services.scheduler.constraint.protocol import Verdict
+from services.scheduler.constraint.schema_check import walk
 from services.scheduler.constraint.sources import Options, read_source
 from services.scheduler.constraint.vocabulary import Vocabulary
+
+_ENFORCED = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+"""Formats that the masks keep, whatever else is lenient."""
 
 
 def check_text(kind: Kind, source: str, text: str, limits: Limits, vocabulary: Vocabulary) -> Verdict:
@@ -32,7 +36,7 @@ def check_text(kind: Kind, source: str, text: str, limits: Limits, vocabulary: V
 
 
 def _check_json(source: str, text: str) -> Verdict:
-    from jsonschema import Draft202012Validator, FormatChecker  # only this process pays for it
+    from jsonschema import Draft7Validator, Draft202012Validator  # only this process pays for it
     from jsonschema.validators import validator_for
 
     try:
@@ -40,6 +44,14 @@ def _check_json(source: str, text: str) -> Verdict:
     except BadSource as bad:
         return Verdict(False, str(bad))
     schema = read_json(source)
-    kind = validator_for(schema, Draft202012Validator)
-    error = next(kind(schema, format_checker=FormatChecker()).iter_errors(document), None)
-    return Verdict(True) if error is None else Verdict(False, f"{error.json_path}: {error.message[:300]}")
+    parts = [part for _, part, _ in walk(schema) if isinstance(part, dict)]
+    old = any(isinstance(part.get("items"), list) for part in parts)
+    kind = validator_for(schema, Draft7Validator if old else Draft202012Validator)
+    error = next(kind(schema, format_checker=kind.FORMAT_CHECKER).iter_errors(document), None)
+    if error is not None:
+        return Verdict(False, f"{error.json_path}: {error.message[:300]}")
+    for part in parts:
+        name = part.get("format")
+        if isinstance(name, str) and name not in _ENFORCED and name not in kind.FORMAT_CHECKER.checkers:
+            return Verdict(False, f"the format {name} is not known", known=False)
+    return Verdict(True)

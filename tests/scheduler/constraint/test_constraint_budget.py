@@ -54,7 +54,14 @@ TREE = {
     },
     "$ref": "#/$defs/n",
 }
-SCHEMAS: list[Any] = [{"type": "integer"}, {"type": "string"}, {}, PERSON, NESTED, TREE]
+EITHER = {
+    "type": "object",
+    "properties": {"a": {"type": ["null", "object"], "properties": {"first": PERSON}, "required": ["first"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+LONG_OR_SHORT = {"type": ["integer", "array"], "minItems": 20, "items": {"type": "string"}}
+SCHEMAS: list[Any] = [{"type": "integer"}, {"type": "string"}, {}, PERSON, NESTED, TREE, EITHER, LONG_OR_SHORT]
 
 
 def _grammar(kind: Any, source: str) -> CompiledGrammar:
@@ -265,3 +272,9 @@ def test_a_required_property_obliges_to_nothing_new() -> None:
 
     assert step(["a_rather_long_name_of_a_property"]) < 20
     assert step([]) > 2 * 80
+
+
+def test_the_larger_of_two_types_is_a_choice() -> None:
+    assert largest_step({"type": ["null", "string"], "minLength": 60}, 64) > 120
+    assert largest_step({"type": ["integer", "array"], "minItems": 30, "items": {"type": "string"}}, 64) > 60
+    assert largest_step({"type": "string", "minLength": 60}, 64) < 60

@@ -84,6 +84,18 @@ async def test_refusals_name_the_field_and_are_remembered(compiler: Compiler) ->
         await compiler.compile(Constraint("regex", "a" * 300_000))
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        Constraint("xml_schema", '{"a":"[<]"}'),
+        Constraint("json_schema", '{"type":"object","properties":{"a":{"$ref":"#/properties/a"}},"required":["a"]}'),
+    ],
+)
+async def test_what_leads_nowhere_after_its_forced_beginning_is_refused(compiler: Compiler, source: Constraint) -> None:
+    with pytest.raises(ConstraintError, match="no text satisfies it"):
+        await compiler.compile(source)
+
+
 @pytest.mark.parametrize("schema", ['{"$ref":"#"}', '{"allOf":[{"const":1},{"const":2}]}'])
 async def test_what_no_text_satisfies_is_refused(compiler: Compiler, schema: str) -> None:
     with pytest.raises(ConstraintError):
@@ -261,6 +273,25 @@ async def test_best_effort_is_judged_afterwards(compiler: Compiler) -> None:
     assert not broken.valid
     assert (await compiler.check(Constraint("regex", "a+b"), "aab")).valid
     assert "not allowed after" in (await compiler.check(Constraint("regex", "a+b"), "aac")).reason
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "valid", "known"),
+    [
+        ({"type": "string", "format": "time"}, '"10:10:10Z"', True, True),
+        ({"type": "string", "format": "json-pointer"}, '"x"', False, False),
+        ({"type": "string", "format": "regex"}, '"["', False, True),
+        ({"items": [{"type": "integer"}], "uniqueItems": True}, '[1,"a"]', True, True),
+        ({"items": [{"type": "integer"}], "uniqueItems": True}, '["a"]', False, True),
+        ({"minProperties": 2}, '{"a":1,"a":2}', False, True),
+        ({"dependentRequired": {"title": ["a"]}}, '{"title":1}', False, True),
+    ],
+)
+async def test_a_verdict_says_what_it_knows(
+    compiler: Compiler, schema: Any, text: str, valid: bool, known: bool
+) -> None:
+    verdict = await compiler.check(Constraint("json_schema", json.dumps(schema), best_effort=True), text)
+    assert (verdict.valid, verdict.known) == (valid, known), verdict.reason
 
 
 async def test_a_check_that_never_ends_is_given_up() -> None:

@@ -41,6 +41,11 @@ TABLE: list[tuple[Any, list[str], list[str]]] = [
     ({**A, "additionalProperties": {"type": "boolean"}}, ['{"a":1}', '{"a":1,"b":true}'], ['{"a":1,"b":¦1']),
     ({"type": "object", "patternProperties": {"^x_": {"type": "integer"}}, "additionalProperties": False},
      ["{}", '{"x_a":1}'], ['{"¦y', '{"x_a":¦"']),
+    ({"type": "object", "properties": {"a": {"const": 1}}}, ['{"b":"x"}', '{"\\n":2}'], ['{"\\¦u0061":2}', '{"a":¦2']),
+    ({"type": "object", "patternProperties": {"^x": {"const": 1}}}, ['{"x":1}', '{"y":2}'], ['{"\\¦u0078":2}']),
+    ({"const": {"a": "\x01"}}, ['{"a":"\\u0001"}'], ['{"¦\\u0061"']),
+    ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["0", str(2**63 - 1)], ["¦-"]),
+    ({"type": "array", "uniqueItems": False, "maxItems": 2}, ["[]", "[1,1]"], ["[1,1¦,"]),
     ({"type": "object", "minProperties": 1, "maxProperties": 2}, ['{"a":1}', '{"a":1,"b":2}'],
      ["{¦}", '{"a":1,"b":2¦,']),
     ({"enum": ["red", "中", 3, None, {"k": [1]}]}, ['"red"', '"中"', "3", "null", '{"k":[1]}'], ['"r¦o', "¦4", '"re']),
@@ -112,6 +117,14 @@ REFUSED: list[tuple[str, str, str]] = [
     ('{"oneOf":[{"type":"integer"},{"minimum":3}]}', "#/oneOf", "cannot be enforced"),
     ('{"type":"string","format":"zzz"}', "#/format", "Unknown format"),
     ('{"type":"integer","minimum":5,"maximum":3}', "", "Unsatisfiable"),
+    ('{"type":"integer","minimum":9007199254740993}', "#/minimum", "beyond"),
+    ('{"type":"integer","exclusiveMinimum":9007199254740992}', "#/exclusiveMinimum", "beyond"),
+    ('{"minimum":9007199254740994,"exclusiveMinimum":true}', "#/minimum", "beyond"),
+    ('{"type":"integer","maximum":9007199254740995}', "#/maximum", "beyond"),
+    ('{"type":"object","minProperties":3,"required":["a"]}', "#/minProperties", "no more than 2"),
+    ('{"properties":{"a\\u0001":{}}}', "#", "control characters"),
+    ('{"pattern":"^[^a&&b]$"}', r"#/pattern \(column 6\)", "must be written"),
+    ('{"pattern":"^[[:alpha:]]$"}', r"#/pattern \(column 3\)", "must be written"),
     ('{"divisibleBy":3}', "#/divisibleBy", "another draft"),
     ('{"extends":{"type":"null"}}', "#/extends", "another draft"),
     ('{"x-guidance":{"lenient":true},"not":{}}', "#/not", "cannot be enforced"),
@@ -199,6 +212,8 @@ def test_canonical_form_forgets_layout_and_keyword_order_but_not_the_order_of_pr
     assert one == name('{ "properties": {"a": {"maxLength": 2.0, "type": "string"}},\n "type": "object"}')
     ordered = '{"properties":{"a":{},"b":{}}}', '{"properties":{"b":{},"a":{}}}'
     assert name(ordered[0]) != name(ordered[1])
+    assert name('{"dependentRequired":{"title":["a"]}}') != name('{"dependentRequired":{}}')
+    assert canonical("json_schema", '{"x":{"title":{"const":8}}}') == '{"x":{"title":{"const":8}}}'
     assert name('{"const":{"a":1,"b":2}}') != name('{"const":{"b":2,"a":1}}')
     plain = canonical("regex", "a")
     assert key("regex", plain, best_effort=False, any_whitespace=False) != key(
