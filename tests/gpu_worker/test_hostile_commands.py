@@ -138,7 +138,7 @@ def within(indices: torch.Tensor, size: int) -> None:
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_no_command_reaches_past_a_tensor(pipelined: bool, data: st.DataObject) -> None:
     watched = Watched(pipelined=pipelined)
