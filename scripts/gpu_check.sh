@@ -76,6 +76,7 @@ check parity 90
 check cascade 50
 check graphs 75
 check run-ahead 45
+check sampling 30
 check resume 60
 check masks 45
 check fp8 75

@@ -28,6 +28,7 @@ from msgspec import structs
 from scripts.gpu_check.options import CheckFailed, Options
 from scripts.gpu_check.parity import parity
 from scripts.gpu_check.player import GREEDY, Answer
+from scripts.gpu_check.sampling import sampling
 from scripts.gpu_check.shapes import write_shape
 from shared.messages.request import SamplingParams
 
@@ -209,6 +210,7 @@ CHECKS: dict[str, Callable[[Options], Coroutine[Any, Any, str]]] = {
     "cascade": cascade,
     "graphs": graphs,
     "run-ahead": run_ahead,
+    "sampling": sampling,
     "resume": resume,
     "masks": masks,
     "fp8": fp8,

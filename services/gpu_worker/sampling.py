@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from services.gpu_worker.faults import ProtocolError
 from services.gpu_worker.logit_edits import RowEdit, allows_more_than_stops, apply_edits, apply_masks
 from services.gpu_worker.outcome import Outcome
 from services.gpu_worker.rows import StepRows
-from services.gpu_worker.sampler import Sampler
+from services.gpu_worker.sampling_columns import SampleRows
 from services.gpu_worker.scoring import score_each
 from services.gpu_worker.slots import Slots, column
 from shared.messages.step import StepCommand
@@ -26,6 +27,14 @@ MaskApplier = Callable[[torch.Tensor, Ints, NDArray[np.uint32]], None]  # as log
 
 NOTHING_ALLOWED = "no token is allowed"
 NOT_FINITE = "the model's logits are not finite"
+
+
+class TokenSampler(Protocol):
+    """What chooses: `sampler.Sampler`, or the same on a device."""
+
+    def sample(self, logits: torch.Tensor, rows: SampleRows) -> tuple[Ints, NDArray[np.bool_]]:
+        """Tokens [n], -1 where a row is not fit, and which rows are fit; logits float32 [n, vocab]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,7 @@ def sample_rows(
     logits: torch.Tensor,
     masks: MaskRows | None,
     slots: Slots,
-    sampler: Sampler,
+    sampler: TokenSampler,
     outcome: Outcome,
     forbid: MaskApplier = apply_masks,
 ) -> None:

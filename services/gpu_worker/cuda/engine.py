@@ -5,8 +5,8 @@ launch(t+1)   its decode rows take the tokens of t where sampling left them, on 
 complete(t)   tokens of t by pinned memory; a slot that ended here is struck out of t+1, whose row of it has run in vain
 
 What comes out is what `engine.Engine` answers to the same commands. Steps with masks, penalties or other edits of
-logits, and scores are *deferred*: their forward is enqueued ahead like any other, but they are sampled by the host's
-sampler once the step before is complete, for it needs that step's tokens; and the step after them is launched then.
+logits, and scores are *deferred*: their forward is enqueued ahead like any other, but sampled by `complete`, for that
+needs the tokens of the step before; and the step after them is launched then.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from services.gpu_worker.cuda.device import GraphDevice
 from services.gpu_worker.cuda.graphs import DecodeGraphs
 from services.gpu_worker.cuda.launched import Launched
 from services.gpu_worker.cuda.masks import MaskUpload
+from services.gpu_worker.cuda.sampler import DeviceSampler
 from services.gpu_worker.cuda.sampling import NO_TOKEN, draw_arrays, sample_on_device
 from services.gpu_worker.cuda.staging import Staging
 from services.gpu_worker.cuda.state import DeviceState, batch_arrays, table_changes
@@ -50,6 +51,7 @@ class PipelinedEngine:
         self._graphs = graphs
         self._staging = Staging(device)
         self._state = DeviceState(engine.slots.limits, device.device)
+        self._sampler = DeviceSampler(self._staging)
         self._masks = MaskUpload(device)
         results = device.pinned(DEPTH * 8 * engine.slots.limits.max_slots)
         self._results = results.view(torch.int64).view(DEPTH, -1)
@@ -187,7 +189,7 @@ class PipelinedEngine:
         slots.last_token[who] = outcome.tokens[rows.outputs] = np.maximum(tokens, -1)
 
     def _sample_deferred(self, step: Launched, masks: MaskSource, outcome: Outcome) -> float:
-        """As the host's engine does it; returns how long the masks were waited for, in milliseconds."""
+        """As the engine in one piece does it; returns how long the masks were waited for, in milliseconds."""
         slots, rows = self.slots, step.rows
         asked = time.perf_counter()
         held = take_masks(step.command, masks, rows, slots.limits.vocab_size)
@@ -200,7 +202,7 @@ class PipelinedEngine:
         outcome.score_prompts(rows.spans, logits[sampling:], slots)
         extend_histories(rows, step.starts, slots)
         if sampling:
-            sample_rows(rows, logits[:sampling], held, slots, self._engine.sampler, outcome, self._masks.apply)
+            sample_rows(rows, logits[:sampling], held, slots, self._sampler, outcome, self._masks.apply)
             who = rows.slots[rows.sampling]
             sent = self._staging.send({"who": who, "tokens": np.maximum(slots.last_token[who], 0)})
             self._state.last_token[sent["who"]] = sent["tokens"]
