@@ -12,7 +12,7 @@ import pytest
 from scripts.gpu_check.shapes import write_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKS = ("kernels", "parity", "cascade", "graphs", "run-ahead", "resume", "masks", "fp8")
+CHECKS = ("kernels", "parity", "cascade", "graphs", "run-ahead", "sampling", "resume", "masks", "fp8")
 STEPS = ("versions", "model", *CHECKS, "layers", "benchmark")
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
