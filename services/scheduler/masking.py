@@ -176,9 +176,15 @@ class Masking:
 
 
 def _steered(request: Request) -> bool:
-    """Whether its text was led to an end: what was not, and could go on, was cut wherever it stood."""
+    """Whether its text was led to an end: what was not, and could go on, was cut wherever it stood.
+
+    The text beside structural tags is free, unless the request insists on its end.
+    """
     constraint = request.message.constraint
-    return constraint is None or constraint.complete_within_budget
+    if constraint is None:
+        return True
+    free = constraint.kind == "structural_tag" and not constraint.refuse_small_budget
+    return constraint.complete_within_budget and not free
 
 
 def _hold(request: Request) -> Guide | None:

@@ -141,6 +141,17 @@ def test_a_text_that_is_complete_with_its_last_token_has_stopped() -> None:
     assert len(fleet.stream(short).tokens) == wanted - 1
 
 
+@pytest.mark.parametrize(("insists", "reason"), [(False, FinishReason.LENGTH), (True, FinishReason.STOP)])
+def test_free_text_beside_tags_was_cut_at_the_budget(insists: bool, reason: FinishReason) -> None:
+    source = '{"structures":[{"begin":"<f>","schema":{},"end":"</f>"}],"triggers":["<f>"]}'
+    constraint = Constraint("structural_tag", source, complete_within_budget=True, refuse_small_budget=insists)
+    fleet, _, _ = guided_fleet()
+    rid = submit(fleet, tokens(20), constraint, 6)
+    fleet.run()
+    assert len(fleet.stream(rid).tokens) == 6
+    assert fleet.stream(rid).finish.reason is reason
+
+
 def test_a_stop_token_among_forced_ones_ends_there() -> None:
     answer = obey(tokens(20), PERSON, 60)
     fleet, _, _ = guided_fleet()

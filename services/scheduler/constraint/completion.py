@@ -52,6 +52,7 @@ class TokenOrder:
         commas = _ids([(t, b) for t, b in texts if b in (b",", b":", b',"')])
         long = _ids([(t, b) for t, b in by_length if b.isalnum()][:_LONG])
         short = _ids(sorted(texts, key=lambda pair: len(pair[1]))[:_LONG])
+        alone = _ids([(t, b) for t, b in texts if len(b) == 1 and b.isalpha()])
         self._letters = _ids([(t, b) for t, b in texts if b in (b"a", b"q")])
         # inside a text brackets are text, and a quote ends it; outside a quote may begin one
         self._in_text = ((quotes, 2), (marks, 4), (long, 1), (digits, 1), (short, 2))
@@ -64,6 +65,7 @@ class TokenOrder:
             (marks, 1),
             (long, 1),
             (short, 1),
+            (alone, 3),
         )
 
     @cached_property

@@ -61,7 +61,17 @@ EITHER = {
     "additionalProperties": False,
 }
 LONG_OR_SHORT = {"type": ["integer", "array"], "minItems": 20, "items": {"type": "string"}}
-SCHEMAS: list[Any] = [{"type": "integer"}, {"type": "string"}, {}, PERSON, NESTED, TREE, EITHER, LONG_OR_SHORT]
+SCHEMAS: list[Any] = [
+    {"type": "integer"},
+    {"type": "string"},
+    {},
+    PERSON,
+    NESTED,
+    TREE,
+    EITHER,
+    LONG_OR_SHORT,
+    {"type": "string", "format": "duration"},
+]
 
 
 def _grammar(kind: Any, source: str) -> CompiledGrammar:
