@@ -87,11 +87,11 @@ class Worker:
         except (ModelError, MemoryPlanError) as error:
             raise CannotStart(str(error)) from error
         self._loading = False
+        self._executor = Executor(started.engine, Activity(), self._compute, self._reply)
         self._pages = PageMoves(self._config, self._worker_id, started, self._compute, self._send)
         self._hello = self._pages.complete(started.hello)
         self._sizes = StepSizes(StepSize(started.hello.max_batched_tokens, started.hello.max_slots))
         self._gauges = started.gauges
-        self._executor = Executor(started.engine, Activity(), self._compute, self._reply)
         self._connect()
 
     async def drain(self) -> None:
