@@ -257,6 +257,8 @@ def main() -> int:
         except CheckFailed as error:
             failed = error
             say(f"FAILED: {error}")
+        with phases("cleanup", 300):
+            cleanup.close()
     if options.timings:
         print(phases.table())
     say(f"{'not all' if failed else 'all'} of it held, in {time.monotonic() - started:.0f} s")

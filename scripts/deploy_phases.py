@@ -44,7 +44,8 @@ class Phases:
         try:
             yield
         finally:
-            self._rows.append((name, time.monotonic() - started, _cpu_seconds() - cpu))
+            spent = max(0.0, _cpu_seconds() - cpu)  # an engine that ends takes its own with it
+            self._rows.append((name, time.monotonic() - started, spent))
             self._name, self._deadline = "the end", time.monotonic() + 180
 
     def remaining(self) -> float:
