@@ -26,7 +26,7 @@ from typing import Any
 import deploy_images
 import httpx
 from deploy_images import SERVICES
-from deploy_phases import ROOT, CheckFailed, phases, require, run, say, succeeds, until
+from deploy_phases import ROOT, CheckFailed, end_running, phases, require, run, say, succeeds, until
 
 ENGINE = ROOT / "scripts" / "docker_engine.sh"
 GRACE_S = 45
@@ -252,6 +252,7 @@ def main() -> int:
     started = time.monotonic()
     failed: CheckFailed | None = None
     with tempfile.TemporaryDirectory(prefix="check-deploy-") as folder, contextlib.ExitStack() as cleanup:
+        cleanup.callback(end_running)
         try:
             try_all(cleanup, prepare(cleanup, Path(folder), options))
         except CheckFailed as error:

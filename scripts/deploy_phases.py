@@ -63,26 +63,39 @@ class Phases:
 
 
 phases = Phases()
+_running: set[subprocess.Popen[str]] = set()
 
 
 def run(*command: str, check: bool = True) -> str:
     """What it printed on stdout. It and its children are killed when its phase is over."""
-    child = subprocess.Popen(
+    with subprocess.Popen(
         command, cwd=ROOT, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, errors = child.communicate(timeout=phases.remaining())
-    except subprocess.TimeoutExpired:
-        raise CheckFailed(f"{' '.join(command)}\ndid not end within the time of its phase") from None
-    finally:
-        if child.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+    ) as child:  # fmt: skip
+        _running.add(child)
+        try:
+            output, errors = child.communicate(timeout=phases.remaining())
+        except subprocess.TimeoutExpired:
+            raise CheckFailed(f"{' '.join(command)}\ndid not end within the time of its phase") from None
+        finally:
+            _end(child)
+            _running.discard(child)
     if check and child.returncode:
         raise CheckFailed(f"{' '.join(command)}\n{output[-3000:]}{errors[-3000:]}")
     return output.strip()
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def end_running() -> None:
+    """What other threads still run is ended, with its children."""
+    for child in list(_running):
+        _end(child)
 
 
 def succeeds(*command: str) -> bool:
