@@ -49,6 +49,7 @@ from services.scheduler.constraint.schema_size import has_hidden_obligations, la
 from services.scheduler.constraint.sources import GrammarText, Options, explain_error, read_source
 from services.scheduler.constraint.verdict import check_text
 from services.scheduler.constraint.vocabulary import Vocabulary
+from services.scheduler.constraint.witness import completion_by_witness
 
 _NICE = 5  # running streams come first
 _LONGEST = 1024  # tokens of a completion that is still looked for
@@ -98,6 +99,8 @@ class Worker:
         step, harmless = _SOME_STEP + (len(shortest) if shortest else 0), False
         if job.kind == "json_schema":
             schema = read_json(job.source)
+            if shortest is None:
+                shortest = completion_by_witness(schema, matcher, self._order, self._limits)
             step, harmless = largest_step(schema, self._limits.depth), not has_hidden_obligations(schema)
         grown = max(0, memory() - before)
         if grown > self._limits.grammar_memory:

@@ -8,6 +8,7 @@ tags_with_separator. Leaves schemas, patterns and grammars to the readers it is 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -31,13 +32,21 @@ def structural_tag(source: Any, part: Part, special_id: Callable[[str], int | No
         raise BadSource('expected an object with "format", or with "structures" and "triggers"')
     if source.get("type", "structural_tag") != "structural_tag":
         raise BadSource("must be structural_tag", "#/type")
-    if "format" in source:
-        form, place = source["format"], "#/format"
-    else:
-        form, place = _from_structures(source), "#"
     writer = _Writer(part, special_id)
-    body = writer.form(form, place, last=True)
+    if "format" in source:
+        body = writer.form(source["format"], "#/format", last=True)
+    else:
+        body = _in_words_of_structures(writer, _from_structures(source))
     return [{"name": "tags", "lark_grammar": writer.lark(body)}, *writer.parts]
+
+
+def _in_words_of_structures(writer: _Writer, form: dict[str, Any]) -> str:
+    """The expression of `form`; errors name places of the source that it was made from."""
+    try:
+        return writer.form(form, "#", last=True)
+    except BadSource as error:
+        place = re.sub(r"^#/tags/(\d+)", r"#/structures/\1", error.place)
+        raise BadSource(error.reason, place.replace("/content/json_schema", "/schema", 1)) from None
 
 
 def _from_structures(source: dict[str, Any]) -> dict[str, Any]:

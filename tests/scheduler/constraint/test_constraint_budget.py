@@ -20,9 +20,10 @@ from services.scheduler.constraint.errors import ConstraintError
 from services.scheduler.constraint.grammar import CompiledGrammar
 from services.scheduler.constraint.schema_size import has_hidden_obligations, largest_step
 from services.scheduler.constraint.state import ConstraintState
+from services.scheduler.constraint.witness import completion_by_witness
 
 sys.path.insert(0, str(Path(__file__).parent))
-from constraint_kit import accepts, build, token_order, vocabulary
+from constraint_kit import LIMITS, accepts, build, token_order, vocabulary
 
 PERSON = {
     "type": "object",
@@ -61,6 +62,12 @@ EITHER = {
     "additionalProperties": False,
 }
 LONG_OR_SHORT = {"type": ["integer", "array"], "minItems": 20, "items": {"type": "string"}}
+SOMEWHERE = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "pattern": "bcd"}, "b": {"type": "string", "pattern": "x[0-9]{3}$"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
 SCHEMAS: list[Any] = [
     {"type": "integer"},
     {"type": "string"},
@@ -71,6 +78,7 @@ SCHEMAS: list[Any] = [
     EITHER,
     LONG_OR_SHORT,
     {"type": "string", "format": "duration"},
+    SOMEWHERE,
 ]
 
 
@@ -81,6 +89,9 @@ def _grammar(kind: Any, source: str) -> CompiledGrammar:
     ending = Ending(tuple(shortest) if shortest is not None else None)
     if kind == "json_schema":
         schema = json.loads(canonical(kind, source))
+        if shortest is None:
+            shortest = completion_by_witness(schema, matcher, token_order(), LIMITS)
+            ending = Ending(tuple(shortest) if shortest is not None else None)
         ending = Ending(ending.shortest, largest_step(schema, 64), not has_hidden_obligations(schema))
     return CompiledGrammar(kind, matcher, ending, token_order(), 0)
 

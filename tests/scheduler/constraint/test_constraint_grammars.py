@@ -116,7 +116,12 @@ def test_ebnf_table(source: str, judge: Any, accepted: list[str], refused: list[
         ("structural_tag", "[]", "", "expected an object"),
         ("structural_tag", '{"foo":1}', "#", "structures"),
         ("structural_tag", '{"structures":[{"schema":{},"end":"x"}],"triggers":["<"]}', "#/structures/0", "begin"),
-        ("structural_tag", '{"structures":[{"begin":"<a>","end":"x"}],"triggers":["["]}', "#/tags/0", "none of the"),
+        (
+            "structural_tag",
+            '{"structures":[{"begin":"<a>","end":"x"}],"triggers":["["]}',
+            "#/structures/0/begin",
+            "none of the",
+        ),
         ("structural_tag", '{"format":{"type":"nope"}}', "#/format/type", "no format"),
         ("structural_tag", '{"format":{"type":"regex","pattern":"("}}', r"#/format/pattern \(column 1\)", "unclosed"),
         (
