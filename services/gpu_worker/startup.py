@@ -28,6 +28,7 @@ from services.gpu_worker.memory import (
     least_pages,
     own_bytes,
     plan_pages,
+    release_cached,
 )
 from services.gpu_worker.model_runner import LoadedModel, ModelRunner, load_model
 from services.gpu_worker.models.config import DTYPES
@@ -89,6 +90,7 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
             raise
         raise MemoryPlanError(f"the weights of {config.model_path} do not fit into {_name_of(device)}") from error
     loaded = time.monotonic()
+    release_cached()  # what loading has used beside the weights would count as theirs, and the pool would lack it
     weight_bytes = own_bytes(device) - own_before
     wish = _wish(config, model, device)
     graph_plan = GraphPlan.of(config, model, wish.max_slots)

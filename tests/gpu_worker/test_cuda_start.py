@@ -66,6 +66,13 @@ class Crowded(HostDevice):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
+class Refusing(HostDevice):
+    """A device on which a library takes no part in captures."""
+
+    def capture(self, work: Any) -> Any:
+        raise ValueError("this shape cannot be planned")
+
+
 class Lost(Crowded):
     """A device whose context is gone."""
 
@@ -79,6 +86,7 @@ def test_capturing_needs_attention_that_can_be_captured_and_memory(folder: Path)
     assert plan.capture(runner, HostDevice(), 8, PAGE, 0) is None
     runner.attention = PoisonedAttention(runner.kv_cache, PAGE)
     assert plan.capture(runner, Crowded(), 8, PAGE, 0) is None
+    assert plan.capture(runner, Refusing(), 8, PAGE, 0) is None
     with pytest.raises(RuntimeError, match="illegal memory access"):
         plan.capture(runner, Lost(), 8, PAGE, 0)
     assert isinstance(plan.capture(runner, HostDevice(), 8, PAGE, 0), DecodeGraphs)

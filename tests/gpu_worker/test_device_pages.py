@@ -190,6 +190,29 @@ def test_only_the_last_piece_of_a_long_read_is_copied_out_beside_the_steps(monke
     assert reading.result().tobytes() == before
 
 
+def test_nothing_goes_up_from_memory_that_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a copy holds its thread until the streams before it are done; for a store that is the compute thread."""
+    device, cache, pages = stage("side")
+    pinned: set[int] = set()
+    copies: list[bool] = []
+
+    def remember(size: int) -> torch.Tensor:
+        memory = torch.empty(size, dtype=torch.uint8)
+        pinned.add(memory.data_ptr())
+        return memory
+
+    def up(tensor: torch.Tensor, where: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
+        copies.append(non_blocking and tensor.data_ptr() in pinned)
+        return tensor.clone()
+
+    monkeypatch.setattr(device, "pinned", remember)
+    monkeypatch.setattr(torch.Tensor, "to", up)
+    data = pages.start_read([1, 2]).result()
+    pages.write([4, 5], data)
+    assert copies == [True] * 3
+    assert content(cache, [4, 5]) == content(cache, [1, 2])
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_any_order_of_steps_stores_and_loads(data: st.DataObject) -> None:

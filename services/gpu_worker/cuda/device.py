@@ -107,8 +107,12 @@ class CudaDevice:
             work()  # what libraries set up at their first call must not be captured
         torch.cuda.current_stream(self.device).wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
+        # Of two contexts the first restores the stream: a capture that fails at its end leaves its own the current one.
         # "thread_local": what other threads of this process do meanwhile is no part of the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(self.device)),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             output = work()
         return graph, output
 

@@ -152,20 +152,26 @@ class DevicePages:
 
     def _gather(self, pages: Ints) -> torch.Tensor:
         """The pages side by side on the device, [layers, n, words]."""
-        device = self._layers[0].device
-        where = torch.from_numpy(pages).to(device)
-        first = self._layers[0]
-        staged = torch.empty((len(self._layers), len(pages), first.shape[1]), dtype=first.dtype, device=device)
+        where, first = self._places(pages), self._layers[0]
+        shape = (len(self._layers), len(pages), first.shape[1])
+        staged = torch.empty(shape, dtype=first.dtype, device=first.device)
         for layer, out in zip(self._layers, staged, strict=True):
             torch.index_select(layer, 0, where, out=out)
         return staged
 
     def _scatter(self, pages: Ints, pinned: torch.Tensor) -> None:
-        device = self._layers[0].device
-        where = torch.from_numpy(pages).to(device)
-        staged = pinned.to(device, non_blocking=True).view(self._layers[0].dtype)
+        where, first = self._places(pages), self._layers[0]
+        staged = pinned.to(first.device, non_blocking=True).view(first.dtype)
         for layer, source in zip(self._layers, staged, strict=True):
             layer.index_copy_(0, where, source)
+
+    def _places(self, pages: Ints) -> torch.Tensor:
+        """The numbers on the device. From memory that is not pinned the copy would hold the thread, and with `ordered`
+        that is the one that runs the steps, until all steps under way are done.
+        """
+        pinned = self._side.pinned(pages.nbytes).view(torch.int64)
+        np.copyto(pinned.numpy(), pages)
+        return pinned.to(self._layers[0].device, non_blocking=True)
 
 
 def _copy_out(staged: torch.Tensor, out: torch.Tensor) -> None:
