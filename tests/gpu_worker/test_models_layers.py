@@ -7,7 +7,7 @@ import torch
 
 from services.gpu_worker.layers import linear as linear_module
 from services.gpu_worker.layers.linear import ROW_TILE, Linear
-from services.gpu_worker.layers.norm import rms_norm
+from services.gpu_worker.layers.norm import fused_rms_norm, rms_norm
 from services.gpu_worker.layers.rotary import RopeConfig, Rotary, rotate
 
 
@@ -67,6 +67,17 @@ def test_norm_rounds_before_its_weight() -> None:
     wide = x.double()
     normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), weight * normed.bfloat16(), rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(64,), (4, 64)])
+def test_the_norm_of_gpus_is_the_same_up_to_rounding(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(4)
+    wide = torch.randn((3, 6, 64), generator=generator).bfloat16()
+    x = wide[:, :4] if len(shape) == 2 else wide[:, 0]  # heads are slices of a fused product
+    weight = torch.rand(shape, generator=generator).bfloat16() + 0.5
+    torch.testing.assert_close(fused_rms_norm(x, weight, 1e-5), rms_norm(x, weight, 1e-5), rtol=2**-6, atol=0)
+    exact = fused_rms_norm(x.float(), weight.float(), 1e-5)
+    torch.testing.assert_close(exact, rms_norm(x.float(), weight.float(), 1e-5))
 
 
 def test_rotation_preserves_length_and_depends_on_distance_only() -> None:
