@@ -1,6 +1,6 @@
 """200 streams at once while every kind of service is killed and frozen, in every phase: the answers stay the same.
 
-    python scripts/chaos.py [--minutes 5] [--seed 1] [--streams 200] [--workers 3] [--write docs/chaos.md]
+    python scripts/chaos.py [--minutes 5] [--streams 200] [--workers 3] [--model PATH] [--write docs/chaos.md]
 
 Greedy, seeded, constrained, n = 2, stop strings held back for long, clients that leave. Answers are compared in fp32
 with those of the undisturbed server. A kill waits for a moment in which it does damage; the report says which kind
@@ -327,7 +327,8 @@ def _open_files(pid: int) -> int:
 
 def report(options: argparse.Namespace, tally: Tally, problems: list[str]) -> str:
     command = f"--minutes {options.minutes:g} --seed {options.seed} --streams {options.streams}"
-    command += f" --workers {options.workers}{' --tiny' if options.tiny else ''}"
+    command += f" --workers {options.workers}"
+    command += f" --model {options.model}" if options.model else " --tiny" if options.tiny else ""
     lines = [
         "# Last chaos run\n",
         f"`python scripts/chaos.py {command}` on {time.strftime('%Y-%m-%d')}, {platform.machine()},"
@@ -351,13 +352,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--model", default="", help="as for serve --model-path; default: the small model")
     parser.add_argument("--tiny", action="store_true", help="a random model of two layers: for a busy machine")
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
     flags = ["--dtype", "float32", "--max-total-tokens", "6144", "--workers", str(options.workers)]
     flags += ["--log-level", "warning", "--frozen-timeout", "20", "--worker-grace", "180", "--drain-timeout", "60"]
     with contextlib.ExitStack() as stack:
-        if options.tiny:
+        if options.model:
+            flags += ["--model-path", options.model]
+        elif options.tiny:
             flags += ["--model-path", str(tiny_model(Path(stack.enter_context(tempfile.TemporaryDirectory()))))]
         return trial(LocalServer(*flags, log_file=Path(os.environ.get("CHAOS_LOG", os.devnull))), options)
 
