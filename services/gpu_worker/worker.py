@@ -74,6 +74,7 @@ class Worker:
         self._drained = asyncio.Event()
         self._draining = False
         self._frees_memory = False
+        self._held_orders: list[KvOrder] | None = None  # None: no step of a former life is left
         self.device_lost = False
         self.exit_code = 0
 
@@ -194,11 +195,24 @@ class Worker:
             self._session.end()
             self._session = None
             self._executor.reset()
+            self._hold_orders()
             if self._frees_memory and self._compute is not None:
                 self._frees_memory = False
                 self._compute.submit(release_cached)  # after the reset, which gives up what steps under way hold
         if self._pages is not None:
             self._pages.end()
+
+    def _hold_orders(self) -> None:
+        """A step of the life that ends may still be running and write pages: those of the next one move after it."""
+        held = self._held_orders = []
+        if (compute := self._compute) is not None:
+            compute.submit(lambda: compute.post(self._obey_held, held))
+
+    def _obey_held(self, held: list[KvOrder]) -> None:
+        if held is self._held_orders:
+            self._held_orders = None
+            for order in held:
+                self._on_pages(order)
 
     def _leave(self, why: str, exit_code: int) -> None:
         (log.error if exit_code else log.info)("leaving", reason=why)
@@ -267,6 +281,9 @@ class Worker:
 
     def _on_pages(self, message: KvOrder) -> None:
         if self._pages is None or self._session is None or not self._session.is_live:
+            return
+        if self._held_orders is not None:
+            self._held_orders.append(message)
             return
         try:
             self._pages.handle(message)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.ints import pack
-from shared.messages.control import Heartbeat
+from shared.messages.control import Heartbeat, Ping, Pong
 from shared.messages.kv import KvCancel, KvDone, KvReady, KvReceive, KvSend
 from shared.messages.step import (
     Drain,
@@ -171,6 +171,28 @@ async def test_pages_that_nobody_sends_can_be_given_up(stage: Stage) -> None:
     assert await stage.script.next(KvReady) == KvReady(5, hello.incarnation)
     stage.script.send(KvCancel(5))
     assert await stage.script.next(KvDone) == KvDone(5, hello.incarnation, "received", ok=False, detail="cancelled")
+
+
+async def test_pages_of_a_new_life_move_once_the_last_step_of_the_one_before_has_ended(stage: Stage) -> None:
+    """Until then that step may write them."""
+    script = stage.script
+    hello = await script.welcome()
+    stage.gate.clear()
+    script.open()
+    await stage.reached_forward()
+    script.send(WorkerReset(3, "you were silent"))
+    again = await script.next(WorkerHello)
+    while again.incarnation == hello.incarnation:
+        again = await script.next(WorkerHello)
+    script.send(WorkerWelcome(4))
+    for order in (KvReceive(7, pack([1]), "w2"), KvCancel(7), KvReceive(8, pack([1, 2]), "w2")):
+        script.send(order)
+    script.send(Ping(1))
+    await script.next(Pong)  # and nothing before it
+    stage.gate.set()
+    assert await script.next(KvReady) == KvReady(7, again.incarnation)
+    assert (await script.next(KvDone)).transfer_id == 7
+    assert await script.next(KvReady) == KvReady(8, again.incarnation)
 
 
 async def test_a_worker_sends_pages_to_itself_while_it_computes(stage: Stage) -> None:
