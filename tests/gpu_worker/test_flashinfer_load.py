@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 import sys
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +16,7 @@ import torch
 from services.gpu_worker.attention import flashinfer, select
 from services.gpu_worker.attention.base import AttentionSpec
 from services.gpu_worker.attention.flashinfer import FlashInferAttention, FlashInferUnavailable, build, refusal
-from services.gpu_worker.attention.flashinfer_api import FlashInferMissing, import_flashinfer
+from services.gpu_worker.attention.flashinfer_api import FlashInferMissing, find_build_tool, import_flashinfer
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.models.config import ModelConfig, ModelError
@@ -88,6 +92,23 @@ def test_a_package_of_that_name_without_the_wrappers(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "flashinfer", type(sys)("flashinfer"))
     with pytest.raises(FlashInferMissing, match="BatchDecode"):
         import_flashinfer()
+
+
+def test_what_compiles_is_found_beside_a_python_whose_environment_is_not_active(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts, elsewhere = tmp_path / "scripts", tmp_path / "elsewhere"
+    for folder in (scripts, elsewhere):
+        folder.mkdir()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(scripts))
+    monkeypatch.setenv("PATH", str(elsewhere))
+    find_build_tool()
+    assert os.environ["PATH"] == str(elsewhere), "there is none"
+    (scripts / "ninja").touch(0o755)
+    for _ in range(2):
+        find_build_tool()
+        assert os.environ["PATH"] == f"{elsewhere}{os.pathsep}{scripts}"
+    assert shutil.which("ninja") == str(scripts / "ninja")
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -7,6 +7,10 @@ bind every call against a table of its signatures.
 from __future__ import annotations
 
 import importlib
+import os
+import shutil
+import sysconfig
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -127,6 +131,7 @@ class FlashInferApi(Protocol):
 
 def import_flashinfer() -> FlashInferApi:
     """The installed package; the first import takes many seconds. Raises FlashInferMissing."""
+    find_build_tool()
     try:
         module = importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as error:  # a library of CUDA that is missing is an OSError
@@ -135,3 +140,10 @@ def import_flashinfer() -> FlashInferApi:
         if not hasattr(module, name):
             raise FlashInferMissing(f"the installed flashinfer has no {name}")
     return cast(FlashInferApi, module)
+
+
+def find_build_tool() -> None:
+    """FlashInfer calls `ninja` by its bare name, which lies beside our Python where its environment is not active."""
+    scripts = sysconfig.get_path("scripts")
+    if shutil.which("ninja") is None and (Path(scripts) / "ninja").is_file():
+        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), scripts))

@@ -16,6 +16,7 @@ import structlog
 import torch
 import torch.nn.functional as F
 
+from services.gpu_worker.attention.flashinfer_api import find_build_tool
 from services.gpu_worker.layers.activation import ACTIVATIONS, gated
 from services.gpu_worker.layers.moe import Experts, ExpertsMaker, SortedExperts
 
@@ -184,6 +185,7 @@ def _flashinfer(top_k: int) -> Candidate:
     def make(gate_up: torch.Tensor, down: torch.Tensor, activation: str) -> Experts | None:
         if activation not in ("silu", "swish"):
             return None
+        find_build_tool()
         module = importlib.import_module("flashinfer.fused_moe")
         if not workspaces:
             workspaces.append(FusedExperts.workspace(module, gate_up, top_k))
