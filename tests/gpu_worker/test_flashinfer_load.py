@@ -20,7 +20,7 @@ from services.gpu_worker.attention.flashinfer_api import FlashInferMissing, find
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.models.config import ModelConfig, ModelError
-from tests.gpu_worker.flashinfer_fake import FakeFlashInfer, Refused
+from tests.gpu_worker.flashinfer_fake import FakeFlashInfer, FakePrefill, Refused
 from tests.gpu_worker.flashinfer_scene import CPU, Scene
 
 HALF = Scene([20], dtype=torch.bfloat16)
@@ -122,6 +122,21 @@ def test_loading_runs_every_kernel_once(page_size: int) -> None:
     assert attention.kv_bytes_read == 0
     for one, two in zip(scene.layers(attention), scene.expected(), strict=True):
         assert one.shape == two.shape
+
+
+def test_loading_tries_few_and_many_queries_of_a_row_at_both_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond 64 another kernel is taken, also without a window where the layers have one."""
+    planned, plan = set(), FakePrefill.plan
+
+    def record(wrapper: FakePrefill, *args: Any, **kwargs: Any) -> None:
+        plan(wrapper, *args, **kwargs)
+        many = int(wrapper.queries.diff().max()) > 64
+        planned.add((kwargs["causal"], kwargs["window_left"] >= 0, many))
+
+    monkeypatch.setattr(FakePrefill, "plan", record)
+    scene = Scene([20], dtype=torch.bfloat16, specs=(AttentionSpec(0.125, 4096),))
+    build(scene.cache(), scene.config, FakeFlashInfer())
+    assert planned == {(True, True, False), (True, True, True), (False, False, False), (False, False, True)}
 
 
 def test_the_trial_uses_two_pages_only() -> None:

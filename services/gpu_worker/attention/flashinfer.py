@@ -37,7 +37,8 @@ LEAST_CAPABILITY = (8, 0)  # bfloat16 in tensor cores
 WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends. Partial results of split rows need at most 2 blocks an SM of 128 queries by 256 floats,
 about 40 MB on the largest cards."""
-TRIAL_PROMPTS = (2, 80)  # on some cards prompts beyond 64 tokens have kernels of their own
+TRIALS = ((2, 2), (66, 80))
+"""Decode rows of a group, tokens of a prompt: on some cards more than 64 queries of a row have kernels of their own."""
 
 
 class FlashInferUnavailable(Exception):
@@ -168,8 +169,8 @@ class FlashInferAttention:
     def warm_up(self) -> None:
         """Steps of every kind over the first two pages of an unused cache, for all specs. Counts as nothing read."""
         shape, counted = self._shape, self._counter.bytes
-        for prompt in TRIAL_PROMPTS:
-            batch = _trial_batch(shape.page_size, prompt, shape.device)
+        for rows, prompt in TRIALS:
+            batch = _trial_batch(shape.page_size, rows, prompt, shape.device)
             tokens = batch.num_tokens
             queries = torch.zeros((tokens, shape.q_heads, shape.head_dim), dtype=shape.q_dtype, device=shape.device)
             keys = torch.zeros((tokens, shape.kv_heads, shape.head_dim), dtype=shape.q_dtype, device=shape.device)
@@ -181,29 +182,29 @@ class FlashInferAttention:
         self._counter.bytes = counted
 
 
-def _trial_batch(page_size: int, prompt: int, device: torch.device) -> ForwardBatch:
-    """Two decode rows that share page 0, and a prefill row of `prompt` tokens that takes turns with pages 0 and 1."""
-    pages = max(2, -(-prompt // page_size))
+def _trial_batch(page_size: int, rows: int, prompt: int, device: torch.device) -> ForwardBatch:
+    """Decode rows that share page 0, and a prefill row of `prompt` tokens that takes turns with pages 0 and 1."""
+    pages, members = max(2, -(-prompt // page_size)), np.arange(rows, dtype=np.int32)
     host = HostColumns(
-        qo_indptr=np.array([0, 1, 2, 2 + prompt], dtype=np.int32),
-        kv_lengths=np.array([page_size + 1, page_size + 1, prompt], dtype=np.int32),
-        page_tables=np.tile(np.arange(pages, dtype=np.int32) % 2, (3, 1)),
-        group_rows=(np.array([0, 1], dtype=np.int32),),
+        qo_indptr=np.array([*range(rows + 1), rows + prompt], dtype=np.int32),
+        kv_lengths=np.array([page_size + 1] * rows + [prompt], dtype=np.int32),
+        page_tables=np.tile(np.arange(pages, dtype=np.int32) % 2, (rows + 1, 1)),
+        group_rows=(members,),
     )
-    slots = [page_size, page_size, *(token % (2 * page_size) for token in range(prompt))]
+    slots = [page_size] * rows + [token % (2 * page_size) for token in range(prompt)]
 
     def on(values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
     return ForwardBatch(
         token_ids=on([0] * len(slots)),
-        positions=on([page_size, page_size, *range(prompt)]),
+        positions=on([page_size] * rows + list(range(prompt))),
         qo_indptr=on(host.qo_indptr.tolist(), torch.int32),
         kv_lengths=on(host.kv_lengths.tolist(), torch.int32),
         page_tables=torch.from_numpy(host.page_tables).to(device),
         kv_slots=on(slots),
         logit_rows=on([]),
-        num_decode_rows=2,
-        groups=(SharedGroup(on([0, 1], torch.int32), 1),),
+        num_decode_rows=rows,
+        groups=(SharedGroup(on(members.tolist(), torch.int32), 1),),
         host=host,
     )
