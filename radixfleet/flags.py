@@ -126,7 +126,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(("--tp-size", "--tensor-parallel-size", "--tp"), "ranks that share one worker's weights [1]", "tp_size",
              kind="int", least=1),
         _text("--device", "where workers compute [auto]", ("auto", "cpu", "cuda")),
-        _float("--mem-fraction-static", "part of the memory for weights and KV [0.6]", most=1),
+        _float("--mem-fraction-static", "part of the memory for weights and KV [0.6 on a CPU, 0.88 on a GPU]", most=1),
         _int("--max-total-tokens", "KV pool of a worker in tokens [from free memory]"),
         _int("--max-running-requests", "requests in one batch of a worker [256]"),
         _float("--host-cache-gb", "memory of each worker's host for KV pages that leave its device [0]"),

@@ -72,6 +72,8 @@ check() {
     step "$1" "$2" "$python" -m scripts.gpu_check.checks "$1" --model "$model" --device "$device" $quick
 }
 check kernels 200
+# What the fake of FlashInfer stands for elsewhere, asked of the card.
+[ "$device" = cuda ] && step card 90 "$python" -m pytest -q -p no:cacheprovider -m gpu tests/gpu_worker/test_flashinfer_card.py
 check parity 90
 check cascade 50
 check graphs 75

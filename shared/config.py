@@ -130,7 +130,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     moe_backend: typing.Literal["auto", "flashinfer", "torch"] = "auto"
     kv_cache_dtype: typing.Literal["auto", "fp8_e4m3"] = "auto"
     page_size: Positive = DEFAULT_PAGE_SIZE
-    mem_fraction_static: Annotated[float, Meta(gt=0, le=1)] = 0.6
+    mem_fraction_static: Annotated[float, Meta(ge=0, le=1)] = 0.0  # 0: what suits the device
     max_total_tokens: NonNegative = 0  # KV pool in tokens; 0: from free memory
     max_running_requests: NonNegative = 0  # slots; 0: 256
     max_batched_tokens: NonNegative = 0  # tokens of one step; 0: 512 on CPU, 8192 on CUDA

@@ -43,6 +43,7 @@ log = structlog.get_logger(__name__)
 
 DEFAULT_SLOTS = 256
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+MEM_FRACTION = {"cpu": 0.6, "cuda": 0.88}  # a machine's memory is rarely for one process alone, a card's mostly is
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ def _wish(config: WorkerConfig, model: LoadedModel, device: torch.device) -> Poo
         max_context=model.config.max_context,
         max_slots=config.max_running_requests or DEFAULT_SLOTS,
         max_total_tokens=config.max_total_tokens,
-        mem_fraction=config.mem_fraction_static,
+        mem_fraction=config.mem_fraction_static or MEM_FRACTION[device.type],
         on_cpu=device.type == "cpu",
     )
 
