@@ -40,6 +40,13 @@ def test_any_pieces_give_the_same_split(words: list[str], cuts: list[int], opene
     assert split(list(text), opened=opened) == whole
 
 
+@pytest.mark.parametrize("opened", [False, True])
+def test_all_short_texts_split_alike_in_pieces(opened: bool) -> None:
+    for words in itertools.product([" ", "<th", "<", "a", "</", "ink>"], repeat=4):
+        text = "".join(words)
+        assert split(list(text), opened=opened) == split(list(words), opened=opened) == split([text], opened=opened)
+
+
 @pytest.mark.parametrize(
     ("text", "opened", "thought", "speech"),
     [

@@ -20,25 +20,29 @@ class Pending:
 
     def __init__(self) -> None:
         self._parts: list[str] = []
+        self._blank = True  # all of them
 
     @property
     def text(self) -> str:
         return "".join(self._parts)
 
     def with_more(self, text: str) -> str:
-        """All of it and `text`, to be judged now; empty where `text` is blank and waits, too."""
+        """All of it and `text`, to be judged now; empty where all of it is blank and waits."""
         self._parts.append(text)
-        if not text.strip(BLANKS):
+        self._blank = self._blank and not text.strip(BLANKS)
+        if self._blank:
             return ""
         whole = self.text
-        self._parts = []
+        self.clear()
         return whole
 
     def hold(self, text: str) -> None:
         self._parts = [text]
+        self._blank = not text.strip(BLANKS)
 
     def clear(self) -> None:
         self._parts = []
+        self._blank = True
 
 
 class TextBefore:
