@@ -8,6 +8,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 MODEL ?=
 SERVE_FLAGS ?=
+DEPLOY_FLAGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -50,7 +51,7 @@ soak: install
 
 # Builds the images and tries docker-compose.yml with a real engine; starts one of its own where none runs (root).
 check-deploy: install
-	TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python scripts/check_deploy.py --timings
+	TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python scripts/check_deploy.py --timings $(DEPLOY_FLAGS)
 
 clients: install
 	$(BIN)/python scripts/clients.py --write docs/clients.md

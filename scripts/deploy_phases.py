@@ -23,6 +23,10 @@ class CheckFailed(Exception):
     pass
 
 
+class NoEngine(CheckFailed):
+    """No container engine answers, and none can be started here."""
+
+
 def require(condition: bool, text: str) -> None:
     if not condition:
         raise CheckFailed(text)
