@@ -15,7 +15,7 @@ from shared.messages.request import AbortRequest, GenerateRequest, Operation, Op
 from shared.messages.step import Drain, StepCommand, TokenMasks, WorkerFault, WorkerHello, WorkerReset, WorkerWelcome
 from shared.transport import Client, Frames
 from tests.fake_engine import FakeEngine, ProtocolError
-from tests.local_fleet import LocalDetokenizer, LocalTokenizer
+from tests.local_peers import LocalDetokenizer, LocalTokenizer
 
 HEARTBEAT_S = 0.2
 

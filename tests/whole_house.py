@@ -29,7 +29,7 @@ from shared.config import DetokenizerConfig, SchedulerConfig, TokenizerConfig
 from shared.messages.request import SamplingParams
 from tests.fake_engine import chain, hash_of
 from tests.fakes import FakeWorker
-from tests.local_fleet import worker_hello
+from tests.local_peers import worker_hello
 from tests.tokenizer.tiny_folder import VOCAB_SIZE, write_model_folder
 
 TICK_S = 0.1

@@ -13,7 +13,8 @@ from services.scheduler.__main__ import SchedulerService
 from tests.deploy.fault_proxy import FaultProxy
 from tests.fake_engine import generate
 from tests.fakes import FakeDetokenizer, FakeWorker
-from tests.local_fleet import tokens, worker_hello
+from tests.local_fleet import tokens
+from tests.local_peers import worker_hello
 from tests.protocol.house import House
 
 REQUESTS = 6

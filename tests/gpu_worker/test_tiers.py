@@ -20,7 +20,7 @@ from services.gpu_worker.transfer.page_io import PageIO
 from shared import ints
 from shared.config import WorkerConfig
 from shared.messages.kv import KvCancel, KvDone, KvEntry, KvInventory, KvLoad, KvStore, KvStored
-from tests.local_fleet import worker_hello
+from tests.local_peers import worker_hello
 
 PAGE = 4
 

@@ -11,7 +11,7 @@ from typing import Any
 from services.scheduler.__main__ import SchedulerService
 from shared.config import SchedulerConfig
 from tests.fakes import FakeDetokenizer, FakeFrontend, FakeWorker
-from tests.local_fleet import worker_hello
+from tests.local_peers import worker_hello
 
 TICK_S = 0.1
 

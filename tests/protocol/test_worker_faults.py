@@ -18,7 +18,7 @@ from shared.config import WorkerConfig
 from shared.messages.stream import FinishReason
 from tests.fakes import FakeDetokenizer, FakeFrontend
 from tests.gpu_worker.toy_engine import Bench, toy_greedy
-from tests.local_fleet import worker_hello
+from tests.local_peers import worker_hello
 from tests.protocol.house import House
 from tests.protocol.real_workers import RealWorker
 

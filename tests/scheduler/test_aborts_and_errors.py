@@ -10,7 +10,8 @@ from services.scheduler.request import State
 from shared.messages.step import RowScores, StepResult
 from shared.messages.stream import FinishReason, Scores
 from tests.fake_engine import generate
-from tests.local_fleet import LocalFleet, LocalWorker, tokens
+from tests.local_fleet import LocalFleet, tokens
+from tests.local_peers import LocalWorker
 
 
 def only_worker(fleet: LocalFleet) -> LocalWorker:

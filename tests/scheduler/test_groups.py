@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from shared import ints
 from shared.messages.step import StepCommand
-from tests.local_fleet import LocalFleet, LocalWorker, tokens
+from tests.local_fleet import LocalFleet, tokens
+from tests.local_peers import LocalWorker
 
 PAGE = 16
 

@@ -9,7 +9,8 @@ from shared.messages.control import Heartbeat, Hello, Ping
 from shared.messages.step import StepResult, WorkerDrain, WorkerFault
 from shared.messages.stream import FinishReason
 from tests.fake_engine import generate
-from tests.local_fleet import LocalFleet, LocalWorker, tokens, worker_hello
+from tests.local_fleet import LocalFleet, tokens
+from tests.local_peers import LocalWorker, worker_hello
 
 
 def only_worker(fleet: LocalFleet) -> LocalWorker:

@@ -8,7 +8,8 @@ from services.scheduler.migration import SILENCE_S
 from shared.messages.kv import KvDone, KvReady
 from shared.messages.step import WorkerDrain
 from shared.messages.stream import FinishReason
-from tests.local_fleet import LocalFleet, LocalWorker, tokens
+from tests.local_fleet import LocalFleet, tokens
+from tests.local_peers import LocalWorker
 
 PROMPT = tokens(200)
 ENDPOINTS = {"kv_endpoints": ("ipc://kv",)}

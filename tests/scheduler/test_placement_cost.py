@@ -8,7 +8,8 @@ import pytest
 
 from services.scheduler.migration_cost import Rates
 from services.scheduler.worker import Worker
-from tests.local_fleet import LocalFleet, tokens, worker_hello
+from tests.local_fleet import LocalFleet, tokens
+from tests.local_peers import worker_hello
 
 PROMPT = tokens(400)
 

@@ -17,7 +17,8 @@ from services.scheduler.request import State
 from shared.messages.step import WorkerDrain, WorkerFault
 from shared.messages.stream import FinishReason, StopMatched
 from tests.fake_engine import expected_scores, generate
-from tests.local_fleet import LocalDetokenizer, LocalFleet, LocalWorker, tokens
+from tests.local_fleet import LocalFleet, tokens
+from tests.local_peers import LocalDetokenizer, LocalWorker
 
 FAMILIES = [tokens(140, seed=s) for s in range(3)]
 STEPS = int(os.environ.get("RADIXFLEET_MACHINE_STEPS", "40"))

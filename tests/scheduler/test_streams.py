@@ -11,7 +11,8 @@ from shared.messages.control import Heartbeat, Hello, Ping
 from shared.messages.request import GenerateRequest, SamplingParams, StreamAck
 from shared.messages.stream import FinishReason, StopMatched
 from tests.fake_engine import expected_scores, generate
-from tests.local_fleet import LocalFleet, LocalTokenizer, tokens
+from tests.local_fleet import LocalFleet, tokens
+from tests.local_peers import LocalTokenizer
 
 
 def steps(fleet: LocalFleet, count: int) -> None:

@@ -10,7 +10,8 @@ from services.scheduler.tiers import MAX_UNDER_WAY, Inventory
 from services.scheduler.worker import Worker
 from shared import ints
 from shared.messages.kv import KvEntry, KvInventory
-from tests.local_fleet import LocalFleet, LocalWorker, tokens
+from tests.local_fleet import LocalFleet, tokens
+from tests.local_peers import LocalWorker
 
 FIRST, SECOND, THIRD = (tokens(120, seed=s) for s in range(3))
 

@@ -22,7 +22,24 @@ class FlashInferMissing(Exception):
     """FlashInfer cannot be imported; the message says why."""
 
 
-class DecodeWrapper(Protocol):
+class _Planned(Protocol):
+    """What runs once it has a plan."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: PageTensors,
+        *,
+        k_scale: float | None,
+        v_scale: float | None,
+        out: torch.Tensor,
+        return_lse: bool,
+    ) -> Any:
+        """Fills `out`; returns it, or it with the log-sum-exps [rows, heads] to base 2."""
+        ...
+
+
+class DecodeWrapper(_Planned, Protocol):
     """Attention of one query a row over the row's pages."""
 
     def plan(
@@ -42,21 +59,8 @@ class DecodeWrapper(Protocol):
         sm_scale: float,
     ) -> None: ...
 
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: PageTensors,
-        *,
-        k_scale: float | None,
-        v_scale: float | None,
-        out: torch.Tensor,
-        return_lse: bool,
-    ) -> Any:
-        """Fills `out`; returns it, or it with the log-sum-exps [rows, heads] to base 2."""
-        ...
 
-
-class PrefillWrapper(Protocol):
+class PrefillWrapper(_Planned, Protocol):
     """Attention of any number of queries a row over the row's pages."""
 
     def plan(
@@ -77,19 +81,6 @@ class PrefillWrapper(Protocol):
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None: ...
-
-    def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: PageTensors,
-        *,
-        k_scale: float | None,
-        v_scale: float | None,
-        out: torch.Tensor,
-        return_lse: bool,
-    ) -> Any:
-        """As DecodeWrapper.run."""
-        ...
 
 
 class FlashInferApi(Protocol):

@@ -11,6 +11,7 @@ import json
 from typing import Any, Literal
 
 from services.scheduler.constraint.errors import BadSource
+from services.scheduler.constraint.schema_words import COUNTS, LISTS, MAPS, SCHEMAS
 
 Kind = Literal["regex", "json_schema", "ebnf", "lark", "choice", "structural_tag", "xml_schema"]
 
@@ -18,24 +19,6 @@ JSON_KINDS = frozenset({"json_schema", "choice", "structural_tag", "xml_schema"}
 """Kinds whose sources are JSON; the others are their own canonical form."""
 ANY_JSON = "$$ANY$$"
 _ANY_SCHEMA = {"type": ["object", "array"]}
-_SCHEMA_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_SCHEMA_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
-_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
-_SCHEMAS = frozenset(
-    {
-        "additionalProperties",
-        "unevaluatedProperties",
-        "unevaluatedItems",
-        "additionalItems",
-        "propertyNames",
-        "contains",
-        "items",
-        "not",
-        "if",
-        "then",
-        "else",
-    }
-)
 _REMARKS = frozenset({"title", "description", "examples", "default", "$comment", "x-guidance", "deprecated"})
 
 
@@ -119,10 +102,10 @@ def _says_nothing(name: str, value: Any) -> bool:
 
 
 def _ordered_keyword(name: str, value: Any) -> Any:
-    if name in _COUNTS and isinstance(value, float) and value.is_integer():
+    if name in COUNTS and isinstance(value, float) and value.is_integer():
         return int(value)  # 2.0 is a whole number in JSON Schema
-    if name in _SCHEMA_MAPS and isinstance(value, dict):
+    if name in MAPS and isinstance(value, dict):
         return {inner: _ordered_schema(schema) for inner, schema in value.items()}
-    if isinstance(value, list) and (name in _SCHEMA_LISTS or name == "items"):
+    if isinstance(value, list) and (name in LISTS or name == "items"):
         return [_ordered_schema(item) for item in value]
-    return _ordered_schema(value) if name in _SCHEMAS else value  # names inside of others are names, not remarks
+    return _ordered_schema(value) if name in SCHEMAS else value  # names inside of others are names, not remarks

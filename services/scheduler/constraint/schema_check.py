@@ -13,31 +13,12 @@ from urllib.parse import unquote
 from services.scheduler.constraint.errors import BadSource
 from services.scheduler.constraint.limits import Limits
 from services.scheduler.constraint.regex_source import check_classes, check_regex
+from services.scheduler.constraint.schema_words import COUNTS, LISTS, MAPS, SCHEMAS
 
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
-_COUNTS = frozenset(
-    {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains"}
-)
 _NUMBERS = frozenset({"minimum", "maximum", "multipleOf"})
 _EXCLUSIVE = frozenset({"exclusiveMinimum", "exclusiveMaximum"})
 _STRINGS = frozenset({"pattern", "format", "$ref", "$id", "$schema", "$anchor", "$dynamicRef", "$dynamicAnchor"})
-_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
-_SCHEMAS = frozenset(
-    {
-        "additionalProperties",
-        "unevaluatedProperties",
-        "unevaluatedItems",
-        "additionalItems",
-        "propertyNames",
-        "contains",
-        "items",
-        "not",
-        "if",
-        "then",
-        "else",
-    }
-)
 _EXACT = 1 << 53
 """Up to here a double counts in ones; the engine holds bounds as doubles."""
 _LARGEST = 1 << 63
@@ -105,18 +86,18 @@ def place_of(schema: Any, error: str) -> str:
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in schema.items():
-        if name in _MAPS and isinstance(value, dict):
+        if name in MAPS and isinstance(value, dict):
             yield from ((f"{name}/{_escape(inner)}", child) for inner, child in value.items())
-        elif (name in _LISTS or name == "items") and isinstance(value, list):
+        elif (name in LISTS or name == "items") and isinstance(value, list):
             yield from ((f"{name}/{index}", child) for index, child in enumerate(value))
-        elif name in _SCHEMAS:
+        elif name in SCHEMAS:
             yield name, value
 
 
 def _check_keyword(name: str, value: Any, place: str, limits: Limits) -> None:
     if name in _OF_OLD:
         raise BadSource(f"{name} belongs to another draft and is not enforced", place)
-    if name in _COUNTS and not (_is_number(value) and value == int(value) and value >= 0):
+    if name in COUNTS and not (_is_number(value) and value == int(value) and value >= 0):
         raise BadSource("must be a whole number, 0 or more", place)
     if name in _NUMBERS and not _is_number(value):
         raise BadSource("must be a number", place)
@@ -126,9 +107,9 @@ def _check_keyword(name: str, value: Any, place: str, limits: Limits) -> None:
         raise BadSource("must be a number", place)
     if name in _STRINGS and not isinstance(value, str):
         raise BadSource("must be a string", place)
-    if name in _MAPS and not isinstance(value, dict):
+    if name in MAPS and not isinstance(value, dict):
         raise BadSource("must be an object of schemas", place)
-    if name in _LISTS and not (isinstance(value, list) and value):
+    if name in LISTS and not (isinstance(value, list) and value):
         raise BadSource("must be a list of schemas, not empty", place)
     if name == "type":
         _check_type(value, place)
