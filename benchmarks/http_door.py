@@ -38,7 +38,7 @@ from radixfleet.models import resolve  # noqa: E402
 from services.tokenizer import http_server  # noqa: E402
 from shared.messages.request import SamplingParams  # noqa: E402
 from tests.fakes import FakeWorker  # noqa: E402
-from tests.local_peers import worker_hello
+from tests.local_peers import worker_hello  # noqa: E402
 
 VOCAB = 49_152
 EVENT = (

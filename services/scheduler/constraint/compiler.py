@@ -239,7 +239,7 @@ def _load(model_path: str) -> TokenOrder:
     vocabulary = Vocabulary.load(model_path)
     order = TokenOrder(vocabulary)
     # computed here, not at the first mask that needs them
-    assert order.plain.size == vocabulary.words
+    assert order.plain.size == order.prose.size == vocabulary.words
     assert len(order.quiet) == vocabulary.size
     return order
 

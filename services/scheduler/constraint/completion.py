@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -29,7 +30,11 @@ _LONG = 512
 DEAD_END = "NoExtension"  # the engine's word for a state from which no text can be completed
 _DIVE = 96  # states in which the first path must find an end
 _NOT_PLAIN = frozenset(range(0x20)) | frozenset(b'"\\\x7f')
-_PROSE = frozenset(b" \n.,;:!?'-()") | frozenset(range(0x80, 0x100))
+_PROSE = (
+    frozenset(b" \n.,;:!?'-()")
+    | frozenset((string.ascii_letters + string.digits).encode())
+    | frozenset(range(0x80, 256))
+)
 _NOT_QUIET = _NOT_PLAIN | frozenset(b"[]{},:")
 
 
@@ -81,7 +86,7 @@ class TokenOrder:
         """A mask row of the tokens of whole characters that are only words and what stands between words."""
         row = np.zeros(self.vocabulary.words * WORD_BITS, np.uint8)
         for token, text in enumerate(self.vocabulary.all_bytes):
-            row[token] = bool(text) and all(byte in _PROSE or chr(byte).isalnum() for byte in text) and _is_utf8(text)
+            row[token] = bool(text) and _PROSE.issuperset(text) and (text.isascii() or _is_utf8(text))
         return np.packbits(row, bitorder="little").view(np.uint32)
 
     @cached_property
