@@ -27,6 +27,7 @@ WANTED = {
     ],
     "page": ["append_paged_kv_cache"],
     "cascade": ["merge_state_in_place"],
+    "fused_moe/core": ["cutlass_fused_moe", "cutlass_fused_moe_workspace_size"],
 }
 
 
@@ -69,7 +70,12 @@ def _parameters(args: ast.arguments) -> list[list[Any]]:
 
 
 def _row(arg: ast.arg, kind: str, default: ast.expr | None) -> list[Any]:
-    return [arg.arg, kind] if default is None else [arg.arg, kind, ast.literal_eval(default)]
+    return [arg.arg, kind] if default is None else [arg.arg, kind, _value(default)]
+
+
+def _value(default: ast.expr) -> Any:
+    """What is written there; of a name, which only the package could tell the value of, its text."""
+    return ast.unparse(default) if isinstance(default, ast.Name | ast.Attribute) else ast.literal_eval(default)
 
 
 if __name__ == "__main__":
