@@ -60,6 +60,10 @@ class Cascade:
         """Whether `order` is 0, 1, ... so that nothing needs to be moved."""
         return bool((self.order[:-1] < self.order[1:]).all())
 
+    def saved_keys(self, page_size: int) -> int:
+        """Keys that a layer reads less by it."""
+        return int(self.skip.sum()) * page_size - self.shared_keys
+
     def private(self, host: HostColumns, page_size: int) -> PageLists:
         """What is left of the rows' pages, in `order`."""
         order = self.order

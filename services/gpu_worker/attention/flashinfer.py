@@ -11,6 +11,7 @@ token would depend on its neighbours. Ours depends on (seed, position): the same
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -105,9 +106,8 @@ class FlashInferAttention:
         self._costs = costs or CascadeCosts(self._shape.bytes_per_key, self._shape.bytes_per_row)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._shape.device)
         self._writer = Writer(api, self._shape, self._layers)
-        self._passes = {
-            spec: SpecPass(api, self._shape, spec, self._workspace) for spec in dict.fromkeys(config.attention)
-        }
+        self._layers_of = Counter(config.attention)
+        self._passes = {spec: SpecPass(api, self._shape, spec, self._workspace) for spec in self._layers_of}
         self._fence = PlanFence(self._shape.device)
         self._buffers: IndexBuffers | None = None  # of graphs: best asked for from the largest down
 
@@ -153,7 +153,7 @@ class FlashInferAttention:
         if not batch.groups:
             return 0
         gained = 0
-        for spec in self._specs:
+        for spec, layers in self._layers_of.items():
             cascade = choose(
                 batch.host_columns(),
                 batch.groups,
@@ -163,7 +163,7 @@ class FlashInferAttention:
                 self._costs,
             )
             if cascade is not None:
-                gained += int(cascade.skip.sum()) * self._shape.page_size - cascade.shared_keys
+                gained += layers * cascade.saved_keys(self._shape.page_size)
         return gained * self._shape.bytes_per_key
 
     def warm_up(self) -> None:

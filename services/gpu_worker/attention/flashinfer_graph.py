@@ -6,6 +6,7 @@ kernels. A batch whose groups save more than a graph does is better run eagerly 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +65,7 @@ class GraphDecode:
         buffers: IndexBuffers,
     ) -> None:
         batch_size = len(buffers.last_page_len)
-        self._shape, self._layers, self._specs = shape, layers, specs
+        self._shape, self._layers, self._layers_of = shape, layers, Counter(specs)
         self._counter, self._batch_size = counter, batch_size
         self._max_pages = len(buffers.indices) // batch_size
         self._writer = Writer(api, shape, layers, batch_size)
@@ -79,7 +80,7 @@ class GraphDecode:
                 paged_kv_indices_buffer=buffers.indices,
                 paged_kv_last_page_len_buffer=buffers.last_page_len,
             )
-            for spec in dict.fromkeys(specs)
+            for spec in self._layers_of
         }
 
     @property
@@ -109,7 +110,9 @@ class GraphDecode:
         self._fence.record()
         # A replay calls nothing of this, so what it will read is counted here.
         ones = np.ones_like(host.kv_lengths)
-        keys = sum(keys_read(ones, host.kv_lengths, spec.sliding_window) for spec in self._specs)
+        keys = sum(
+            layers * keys_read(ones, host.kv_lengths, spec.sliding_window) for spec, layers in self._layers_of.items()
+        )
         self._counter.bytes += keys * shape.bytes_per_key
 
     def forward(

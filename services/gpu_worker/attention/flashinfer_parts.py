@@ -96,9 +96,6 @@ class Layers:
     def __getitem__(self, layer: int) -> torch.Tensor:
         return self._kv_cache.layers[layer]
 
-    def __len__(self) -> int:
-        return len(self._kv_cache.layers)
-
     @cached_property
     def _scales(self) -> list[list[float]] | None:
         scales = self._kv_cache.scales

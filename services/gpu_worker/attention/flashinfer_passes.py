@@ -96,7 +96,7 @@ class SpecPass:
         if not cascade.in_order:
             self._order = upload(cascade.order, shape.device)
             self._place = upload(np.argsort(cascade.order).astype(np.int32), shape.device)
-        self.keys -= int(cascade.skip.sum()) * shape.page_size - cascade.shared_keys
+        self.keys -= cascade.saved_keys(shape.page_size)
         return PlannedPages.of(cascade.private(host, shape.page_size), shape.device)
 
     def _plan_prefill(
