@@ -105,10 +105,9 @@ def _draw(
     if shape.is_mixed:
         logits, peaks = logits.index_select(0, rows), peaks.index_select(0, rows)
     weights = _weights(logits, peaks, draws["draw_temperature"])
-    sums = weights.view(len(rows), -1, BLOCK).sum(2).double()
     uniform, chosen = draws["draw_uniforms"], []
     if free := shape.num_free:
-        chosen.append(_pick(weights[:free], sums[:free], uniform[:free]))
+        chosen.append(_pick(weights[:free], _block_sums(weights[:free]), uniform[:free]))
     start = free
     if shape.num_ranked:
         part = slice(start, start + shape.num_ranked)
@@ -117,7 +116,7 @@ def _draw(
     start += shape.num_ranked
     if shape.num_massed:
         part = slice(start, start + shape.num_massed)
-        cut = _cut_massed(weights[part], sums[part].sum(1) * draws["draw_top_p"][part])
+        cut = _cut_massed(weights[part], _block_sums(weights[part]).sum(1) * draws["draw_top_p"][part])
         chosen.append(_pick_kept(weights[part], cut, draws["draw_floor"][part], uniform[part]))
     tokens = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
     return tokens.clamp(max=logits.shape[1] - 1)  # a row of NaN may have gone anywhere
@@ -135,6 +134,11 @@ def _weights(logits: torch.Tensor, peaks: torch.Tensor, temperature: torch.Tenso
     torch.sub(logits, peaks.unsqueeze(1), out=inside)
     inside.div_(temperature.unsqueeze(1)).exp_()
     return weights
+
+
+def _block_sums(weights: torch.Tensor) -> torch.Tensor:
+    """float64 [n, V' / BLOCK], of blocks that were added up in float32 as the sampler of a host adds them."""
+    return weights.view(len(weights), -1, BLOCK).sum(2).double()
 
 
 @dataclass(frozen=True, slots=True)
