@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu_worker.tiny_models import save_model
 from tests.gpu_worker.worker_stage import Stage
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama, for tests that only read it."""
+    folder: Path = tmp_path_factory.mktemp("llama")
+    save_model("llama", folder)
+    return folder
 
 
 @pytest.fixture

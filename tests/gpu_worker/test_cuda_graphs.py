@@ -21,7 +21,7 @@ from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.slots import SlotLimits
 from tests.gpu_worker.step_player import Player, without_times
 from tests.gpu_worker.step_stories import CONTEXT, MAX_TOKENS, PAGES_EACH, SLOTS, Writer
-from tests.gpu_worker.tiny_models import UNDEFINED_PAGE, VOCABULARY, load, save_model
+from tests.gpu_worker.tiny_models import UNDEFINED_PAGE, VOCABULARY, load
 from tests.gpu_worker.toy_engine import CPU, PAGE
 
 NUM_PAGES = SLOTS * PAGES_EACH
@@ -133,13 +133,6 @@ class Rig:
         return sum(graph.replays for graph in self.device.graphs)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("graphs")
-    save_model("llama", path)
-    return path
-
-
 def test_sizes() -> None:
     assert graph_sizes(40) == [1, 2, 4, 8, 16, 24, 32, 40]
     assert graph_sizes(20) == [1, 2, 4, 8, 16, 20]
@@ -149,8 +142,10 @@ def test_sizes() -> None:
 
 @pytest.mark.parametrize("sizes", [None, [4], [2]])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_graphs_with_padding_give_the_tokens_of_eager_steps(folder: Path, sizes: list[int] | None, seed: int) -> None:
-    rig = Rig(folder, sizes)
+def test_graphs_with_padding_give_the_tokens_of_eager_steps(
+    llama_folder: Path, sizes: list[int] | None, seed: int
+) -> None:
+    rig = Rig(llama_folder, sizes)
     story = Writer(seed, rig.plain).write(40)
     player = Player(story, 0.9, seed, rig.engine)
     for ours, theirs in zip(player.play(), story.results, strict=True):
@@ -179,20 +174,20 @@ def decode_batch(rows: int, groups: tuple[SharedGroup, ...] = ()) -> ForwardBatc
 
 
 @torch.inference_mode()
-def test_the_smallest_graph_that_fits_is_replayed(folder: Path) -> None:
-    rig = Rig(folder, [1, 2, 4])
+def test_the_smallest_graph_that_fits_is_replayed(llama_folder: Path) -> None:
+    rig = Rig(llama_folder, [1, 2, 4])
     for rows, size in ((1, 1), (3, 4), (2, 2), (4, 4)):
         logits = rig.graphs.forward(decode_batch(rows))
         assert logits is not None
         assert logits.shape == (rows, VOCABULARY)
         assert bool(logits.isfinite().all())
         assert rig.attention.planned[-1].num_rows == size
-    assert Rig(folder, [1]).graphs.forward(decode_batch(2)) is None
+    assert Rig(llama_folder, [1]).graphs.forward(decode_batch(2)) is None
 
 
 @torch.inference_mode()
-def test_rows_that_are_no_longer_used_are_padding_again(folder: Path) -> None:
-    rig = Rig(folder, [4])
+def test_rows_that_are_no_longer_used_are_padding_again(llama_folder: Path) -> None:
+    rig = Rig(llama_folder, [4])
     before = [layer[:NUM_PAGES].clone() for layer in rig.engine.kv_cache.layers]
     rig.graphs.forward(decode_batch(4))
     for layer, old in zip(rig.engine.kv_cache.layers, before, strict=True):
@@ -203,8 +198,8 @@ def test_rows_that_are_no_longer_used_are_padding_again(folder: Path) -> None:
 
 
 @torch.inference_mode()
-def test_a_cascade_that_saves_more_than_launching_costs_runs_eagerly(folder: Path) -> None:
-    rig = Rig(folder)
+def test_a_cascade_that_saves_more_than_launching_costs_runs_eagerly(llama_folder: Path) -> None:
+    rig = Rig(llama_folder)
     grouped = decode_batch(2, (SharedGroup(torch.tensor([0, 1], dtype=torch.int32), 1),))
     rig.attention.gain = 2 * EAGER_BYTES_PER_LAYER
     assert rig.graphs.forward(grouped) is not None
@@ -213,8 +208,8 @@ def test_a_cascade_that_saves_more_than_launching_costs_runs_eagerly(folder: Pat
     assert rig.graphs.forward(decode_batch(2)) is not None
 
 
-def test_prefills_run_eagerly_and_stats_say_what_ran(folder: Path) -> None:
-    rig = Rig(folder)
+def test_prefills_run_eagerly_and_stats_say_what_ran(llama_folder: Path) -> None:
+    rig = Rig(llama_folder)
     seen = set()
     story = Writer(5, rig.plain).write(20)
     for command in story.commands:
@@ -225,8 +220,8 @@ def test_prefills_run_eagerly_and_stats_say_what_ran(folder: Path) -> None:
     assert seen == {True, False}
 
 
-def test_attention_that_cannot_be_captured_is_refused(folder: Path) -> None:
-    loaded = load(folder)
+def test_attention_that_cannot_be_captured_is_refused(llama_folder: Path) -> None:
+    loaded = load(llama_folder)
     runner = loaded.build_runner(8, PAGE, MAX_TOKENS)
     shape = GraphShape(2, 2, PAGE, 7, VOCABULARY, 2)
     with pytest.raises(TypeError, match="captured"):

@@ -24,19 +24,12 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PAGE = 16
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("start")
-    save_model("llama", path)
-    return path
-
-
 def on(device: torch.device, loaded: LoadedModel) -> LoadedModel:
     return LoadedModel(loaded.config, loaded.model, device, "auto", loaded.kv_dtype)
 
 
-def test_who_gets_graphs(folder: Path, tmp_path: Path) -> None:
-    loaded = load(folder)
+def test_who_gets_graphs(llama_folder: Path, tmp_path: Path) -> None:
+    loaded = load(llama_folder)
     config = WorkerConfig()
     assert GraphPlan.of(config, on(CUDA, loaded), 64).max_batch == 64
     assert GraphPlan.of(WorkerConfig(cuda_graph_max_bs=24), on(CUDA, loaded), 64).max_batch == 24
@@ -49,8 +42,8 @@ def test_who_gets_graphs(folder: Path, tmp_path: Path) -> None:
     assert GraphPlan.of(config, on(CUDA, load(tmp_path)), 64).max_batch == 0
 
 
-def test_memory_is_kept_only_for_graphs_that_will_be(folder: Path) -> None:
-    config = load(folder).config
+def test_memory_is_kept_only_for_graphs_that_will_be(llama_folder: Path) -> None:
+    config = load(llama_folder).config
     assert GraphPlan().reserve(config, PAGE, 4096) == 0
     assert GraphPlan().scratch_pages == 0
     small, large = (GraphPlan(rows).reserve(config, PAGE, 4096) for rows in (8, 256))
@@ -80,8 +73,8 @@ class Lost(Crowded):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-def test_capturing_needs_attention_that_can_be_captured_and_memory(folder: Path) -> None:
-    plan, loaded = GraphPlan(4), load(folder)
+def test_capturing_needs_attention_that_can_be_captured_and_memory(llama_folder: Path) -> None:
+    plan, loaded = GraphPlan(4), load(llama_folder)
     runner = loaded.build_runner(8 + plan.scratch_pages, PAGE, 64)
     assert plan.capture(runner, HostDevice(), 8, PAGE, 0) is None
     runner.attention = PoisonedAttention(runner.kv_cache, PAGE)
@@ -92,10 +85,14 @@ def test_capturing_needs_attention_that_can_be_captured_and_memory(folder: Path)
     assert isinstance(plan.capture(runner, HostDevice(), 8, PAGE, 0), DecodeGraphs)
 
 
-def test_a_cpu_executes_steps_in_one_piece_unless_a_test_asks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_executes_steps_in_one_piece_unless_a_test_asks(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(ON_CPU, raising=False)
     assert graph_device(CPU) is None
-    config = WorkerConfig(model_path=str(folder), device="cpu", max_total_tokens=256, attention_backend="reference")
+    config = WorkerConfig(
+        model_path=str(llama_folder), device="cpu", max_total_tokens=256, attention_backend="reference"
+    )
     assert isinstance(start_engine(config).engine, Engine)
     monkeypatch.setenv(ON_CPU, "1")
     started = start_engine(config)

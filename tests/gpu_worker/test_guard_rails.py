@@ -21,7 +21,6 @@ from services.gpu_worker.startup import start_engine
 from services.gpu_worker.step_size import EPISODE_STEPS, LEAST_TOKENS, StepSize, StepSizes
 from shared.config import WorkerConfig
 from shared.messages.step import WorkerFault, WorkerHello, WorkerReset
-from tests.gpu_worker.tiny_models import save_model
 from tests.gpu_worker.toy_engine import open_slot, prefill, tokens, toy_greedy
 from tests.gpu_worker.worker_stage import PROMPT, Stage
 
@@ -92,13 +91,6 @@ def test_an_operators_small_pool_may_shrink_as_well() -> None:
     assert least_pages(wish, 20) == memory.LEAST_PAGES
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model("llama", folder)
-    return folder
-
-
 def config(folder: Path, **changes: Any) -> WorkerConfig:
     plain = {"model_path": str(folder), "device": "cpu", "dtype": "float32", "threads": 1, "max_total_tokens": 4096}
     return WorkerConfig(**{**plain, "max_running_requests": 8, **changes})  # type: ignore[arg-type]
@@ -120,10 +112,10 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, room: int) -> list[int]:
 
 
 def test_a_worker_starts_with_the_pages_there_is_memory_for(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = short_of_memory(monkeypatch, 150)
-    started = start_engine(config(model_folder))
+    started = start_engine(config(llama_folder))
     assert asked[0] == 256
     assert 100 < started.hello.num_pages <= 150
     assert started.engine.kv_cache.num_pages == started.hello.num_pages
@@ -131,20 +123,20 @@ def test_a_worker_starts_with_the_pages_there_is_memory_for(
 
 
 def test_a_worker_without_memory_for_one_request_does_not_start(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short_of_memory(monkeypatch, 9)  # a request of 256 tokens needs 16
     with pytest.raises(MemoryPlanError, match="lower --context-length"):
-        start_engine(config(model_folder))
+        start_engine(config(llama_folder))
 
 
-def test_weights_that_do_not_fit_are_said_in_one_sentence(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_fit_are_said_in_one_sentence(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: Any, **more: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 224.00 MiB.")
 
     monkeypatch.setattr(startup, "load_model", load)
     with pytest.raises(MemoryPlanError, match="do not fit into cpu"):
-        start_engine(config(model_folder))
+        start_engine(config(llama_folder))
 
 
 def test_the_culprit_is_found_and_the_size_comes_back() -> None:
