@@ -85,11 +85,16 @@ def apply_masks(logits: torch.Tensor, rows: Ints, words: Words) -> None:
     """Forbid in place: bit i of word w of words [m, ceil(vocab / 32)] allows token 32 w + i in that row of `rows`."""
     bits = np.unpackbits(words.astype("<u4", copy=False).view(np.uint8), axis=1, bitorder="little")
     forbidden = _on(logits, bits[:, : logits.shape[1]] == 0)
-    if len(rows) == logits.shape[0] and np.array_equal(rows, np.arange(len(rows))):
+    if are_all_rows(rows, logits):
         logits.masked_fill_(forbidden, float("-inf"))
         return
     where = _on(logits, rows)
     logits[where] = logits[where].masked_fill_(forbidden, float("-inf"))
+
+
+def are_all_rows(rows: Ints, logits: torch.Tensor) -> bool:
+    """Whether a mask for `rows` fits the logits as they lie, with no copy of some."""
+    return len(rows) == logits.shape[0] and np.array_equal(rows, np.arange(len(rows)))
 
 
 def allows_more_than_stops(words: Words, edits: SlotEdits) -> bool:

@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.gpu_worker.cuda.device import GraphDevice
+from services.gpu_worker.logit_edits import are_all_rows
 
 Ints = NDArray[np.int64]
 Words = NDArray[np.uint32]
@@ -26,6 +27,9 @@ class MaskUpload:
     def apply(self, logits: torch.Tensor, rows: Ints, words: Words) -> None:
         """As `logit_edits.apply_masks`."""
         forbidden = self._expand(self._send(rows, words), words.shape, logits.shape[1])
+        if are_all_rows(rows, logits):
+            logits.masked_fill_(forbidden, float("-inf"))
+            return
         where = self._there[: rows.nbytes].view(torch.int64)
         logits[where] = logits[where].masked_fill_(forbidden, float("-inf"))
 
