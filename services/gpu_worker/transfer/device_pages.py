@@ -7,8 +7,10 @@ side          gather ------x--> to pinned memory --> mark: whoever wants the byt
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -100,6 +102,7 @@ class DevicePages:
         self._layers = [_words(layer) for layer in layers]
         self._layer_bytes = self._layers[0][0].nbytes
         self._side = side
+        self._lock = threading.Lock()  # guards _fenced
         self._fenced = False
 
     def fence(self) -> None:
@@ -107,7 +110,8 @@ class DevicePages:
 
         The thread that runs the steps leaves their stream the current one, so that it is that of any thread.
         """
-        self._fenced = True
+        with self._lock:
+            self._fenced = True
 
     @torch.no_grad()
     def start_read(self, pages: Ints, *, ordered: bool) -> DeviceRead:
@@ -118,16 +122,10 @@ class DevicePages:
         """
         shape = (len(self._layers), len(pages), self._layer_bytes)
         out = self._side.pinned(shape[0] * shape[1] * shape[2]).view(shape)
-        if ordered or self._fenced:
-            self._fenced = False
-            self._side.after_compute()
+        self._follow_compute(ordered=ordered)
         pieces = list(self._pieces(len(pages)))
         for piece in pieces:
-            staged: list[torch.Tensor] = []
-            self._side.run(lambda piece=piece, staged=staged: staged.append(self._gather(pages[piece])))  # type: ignore[misc]
-            if ordered and piece is pieces[-1]:
-                self._side.before_compute()
-            self._side.run(lambda piece=piece, staged=staged: _copy_out(staged.pop(), out[:, piece]))  # type: ignore[misc]
+            self._read_piece(pages[piece], out[:, piece], is_end=ordered and piece is pieces[-1])
         return DeviceRead(out, self._side.mark())
 
     @torch.no_grad()
@@ -136,15 +134,27 @@ class DevicePages:
 
         So whoever hears of it may use them in any stream.
         """
-        if self._fenced:
-            self._fenced = False
-            self._side.after_compute()
+        self._follow_compute(ordered=False)
         for piece in self._pieces(len(pages)):
             part = rows[:, piece]
             pinned = self._side.pinned(part.size).view(part.shape)
             np.copyto(pinned.numpy(), part)
-            self._side.run(lambda piece=piece, pinned=pinned: self._scatter(pages[piece], pinned))  # type: ignore[misc]
+            self._side.run(partial(self._scatter, pages[piece], pinned))
             self._side.mark().synchronize()
+
+    def _follow_compute(self, *, ordered: bool) -> None:
+        with self._lock:  # of two threads that come after a fence, the second must not pass while the first is here
+            if ordered or self._fenced:
+                self._side.after_compute()
+                self._fenced = False
+
+    def _read_piece(self, pages: Ints, out: torch.Tensor, *, is_end: bool) -> None:
+        """`is_end`: steps enqueued later may write these pages and those of all pieces before."""
+        staged: list[torch.Tensor] = []
+        self._side.run(lambda: staged.append(self._gather(pages)))
+        if is_end:
+            self._side.before_compute()
+        self._side.run(lambda: _copy_out(staged.pop(), out))
 
     def _pieces(self, count: int) -> Iterator[slice]:
         size = max(1, PIECE_BYTES // (self._layer_bytes * len(self._layers)))
