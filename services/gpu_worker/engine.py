@@ -69,7 +69,7 @@ class Engine:
         self.max_batched_tokens = max_batched_tokens
         self.slots = Slots(limits)
         kernels = passes.kernels_for(device)
-        self.sampler = Sampler(limits.vocab_size, device, kernels)
+        self._sampler = Sampler(limits.vocab_size, device, kernels)
         self._forbid = apply_masks if kernels is None else partial(passes.mask_rows, kernels)
         self.stats = StepStats()
 
@@ -140,7 +140,7 @@ class Engine:
         slots.computed[rows.slots] = starts + rows.lengths
         extend_histories(rows, starts, slots)
         if sampling:
-            sample_rows(rows, logits[:sampling], masks, slots, self.sampler, outcome, self._forbid)
+            sample_rows(rows, logits[:sampling], masks, slots, self._sampler, outcome, self._forbid)
 
 
 def extend_histories(rows: StepRows, starts: Ints, slots: Slots) -> None:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import structlog
@@ -140,7 +141,7 @@ class Pipeline:
             except Exception as error:
                 # Told here only; whoever completes the step meets it again, and answers with a fault.
                 log.warning("a step failed on the device", step_id=flight.command.step_id, detail=str(error))
-            self._compute.submit(lambda reached=flight: self._complete_to(reached))  # type: ignore[misc]
+            self._compute.submit(partial(self._complete_to, flight))
 
     def _complete_to(self, flight: _Flight) -> None:
         while flight in self._flights:
