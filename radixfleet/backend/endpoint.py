@@ -19,7 +19,7 @@ from radixfleet.backend.base import Answer, CutPart, News, OptionScores, Prompt,
 from radixfleet.backend.errors import BackendError
 from radixfleet.backend.http import HttpServer
 from radixfleet.backend.sampling import Sampling
-from radixfleet.backend.tokens import Ids, ServerTokenizer, Tokens
+from radixfleet.backend.tokens import Ids, ServerTokenizer, Tokens, portions
 
 DEFAULT_TIMEOUT_S = 600.0
 _MOST_OPTIONS_AT_ONCE = 256
@@ -217,9 +217,8 @@ class RuntimeEndpoint:
     def _scores(self, lists: Sequence[Ids], start: int, at_once: int = _MOST_OPTIONS_AT_ONCE) -> list[dict[str, Any]]:
         wishes = {"sampling_params": _ONLY_PREFILL, "return_logprob": True, "logprob_start_len": start}
         answers: list[dict[str, Any]] = []
-        for first in range(0, len(lists), at_once):
-            some = [list(ids) for ids in lists[first : first + at_once]]
-            answers += self._http.post("/generate", {"input_ids": some, **wishes})
+        for some in portions(lists, at_once):
+            answers += self._http.post("/generate", {"input_ids": [list(ids) for ids in some], **wishes})
         return answers
 
 

@@ -55,7 +55,7 @@ class Tokens:
         missing = [text for text in dict.fromkeys(texts) if (text, special, opening) not in known]
         if missing:
             body = {"add_special_tokens": opening, "parse_special": special}
-            for some in _portions(missing):
+            for some in portions(missing, _MOST_AT_ONCE):
                 answer = self._http.post("/tokenize", {**body, "prompt": some})
                 for text, ids in zip(some, answer["tokens"], strict=True):
                     known[text, special, opening] = tuple(ids)
@@ -64,7 +64,7 @@ class Tokens:
 
     def text_of(self, lists: Sequence[Sequence[int]]) -> list[str]:
         texts: list[str] = []
-        for some in _portions(lists):
+        for some in portions(lists, _MOST_AT_ONCE):
             answer = self._http.post("/detokenize", {"tokens": [list(ids) for ids in some]})
             texts += [str(text) for text in answer["text"]]
         return texts
@@ -158,8 +158,9 @@ class _Run:
         return [part.text for part in self.parts if part.literal]
 
 
-def _portions(items: Sequence[T]) -> list[Sequence[T]]:
-    return [items[first : first + _MOST_AT_ONCE] for first in range(0, len(items), _MOST_AT_ONCE)]
+def portions(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """The items in order, at most `size` in each portion."""
+    return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def _pieces(prompt: Prompt) -> list[_Run | IdsPart]:
