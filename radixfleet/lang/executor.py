@@ -127,7 +127,8 @@ class Executor:
         self.run.ask()
         while True:
             with self.run.changed:  # an interrupted join() would take a living thread for a dead one
-                self.run.changed.wait_for(lambda: not self._active, timeout)
+                if not self.run.changed.wait_for(lambda: not self._active, timeout):
+                    return
                 thread = self._thread
             if thread is not None:
                 thread.join(timeout)
