@@ -23,6 +23,7 @@ SMALL_MB = 300
 TAG = "check"
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
 TORCH_INDEX = os.environ.get("TORCH_INDEX", "")
+ARGUMENTS = {"PYTHON": PYTHON, "TORCH": TORCH, "TORCH_INDEX": TORCH_INDEX}
 
 
 def image(service: str) -> str:
@@ -70,10 +71,9 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 def write_override(path: Path, arguments: dict[str, str]) -> None:
     """What the check adds to docker-compose.yml: how to build here, and health asked for more often."""
-    arguments = {"PYTHON": PYTHON, "TORCH": TORCH, "TORCH_INDEX": TORCH_INDEX, **arguments}
     services = {}
     for service in SERVICES:
-        build = {"context": str(ROOT), "network": "host", "args": arguments}
+        build = {"context": str(ROOT), "network": "host", "args": {**ARGUMENTS, **arguments}}
         often = {"interval": "2s" if service == "scheduler" else "4s"}
         services[service] = {"build": build, "healthcheck": often}
     path.write_text(json.dumps({"services": services}, indent=1))
@@ -85,7 +85,7 @@ def build(override: Path, arguments: dict[str, str]) -> None:
             "docker", "buildx", "bake", "--load", "--progress", "plain", "-f", "docker-compose.yml", "-f", str(override)
         )
         return
-    words = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
+    words = [word for name, value in {**ARGUMENTS, **arguments}.items() for word in ("--build-arg", f"{name}={value}")]
     for service in ("gpu_worker", *SMALL):  # the first one's stages serve the others
         run("docker", "build", "--network", "host", "-f", "deploy/docker/Dockerfile", "--target", service, *words,
             "-t", image(service), ".")  # fmt: skip
