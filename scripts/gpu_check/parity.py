@@ -21,14 +21,13 @@ async def parity(options: Options) -> str:
             prompts = options.prompts(options.rows, 120, player.hello.vocab_size)
             answers[dtype] = await player.generate(prompts, options.count, chunk=50)
     truth = _judge(options, torch.float32)
-    gaps, errors = _compare(truth, prompts, answers["float32"])
+    gaps, exact = _compare(truth, prompts, answers["float32"])
+    errors = np.abs(exact - _own(answers["float32"]))
     if gaps.max() > EXACT or errors.max() > EXACT:
         raise CheckFailed(f"fp32: tokens {gaps.max():.2g} below the best one, log-probabilities {errors.max():.2g} off")
-    theirs = _judge(options, torch.bfloat16)
-    rough = np.concatenate(
-        [np.abs(_logprobs(truth, p, a) - _logprobs(theirs, p, a)) for p, a in _pairs(prompts, answers)]
-    )
-    wide, off = _compare(truth, prompts, answers["bfloat16"])
+    wide, exact = _compare(truth, prompts, answers["bfloat16"])
+    _, theirs = _compare(_judge(options, torch.bfloat16), prompts, answers["bfloat16"])
+    off, rough = np.abs(exact - _own(answers["bfloat16"])), np.abs(exact - theirs)
     allowed = 2 * rough.mean() + 0.02
     if off.mean() > allowed or wide.mean() > allowed:
         raise CheckFailed(f"bf16: log-probabilities {off.mean():.3f} off, transformers' bf16 {rough.mean():.3f}")
@@ -38,8 +37,8 @@ async def parity(options: Options) -> str:
     )
 
 
-def _pairs(prompts: list[list[int]], answers: dict[str, list[Answer]]) -> list[tuple[list[int], Answer]]:
-    return list(zip(prompts, answers["bfloat16"], strict=True))
+def _own(answers: list[Answer]) -> np.ndarray:
+    return np.concatenate([answer.logprobs for answer in answers])
 
 
 def _judge(options: Options, dtype: torch.dtype) -> Any:
@@ -57,20 +56,12 @@ def _logits(model: Any, prompt: list[int], answer: Answer) -> torch.Tensor:
     return logits
 
 
-def _logprobs(model: Any, prompt: list[int], answer: Answer) -> np.ndarray:
-    scores = _logits(model, prompt, answer).log_softmax(1)
-    chosen = torch.tensor(answer.tokens, device=scores.device).unsqueeze(1)
-    found: np.ndarray = scores.gather(1, chosen).squeeze(1).cpu().numpy()
-    return found
-
-
 def _compare(model: Any, prompts: list[list[int]], answers: list[Answer]) -> tuple[np.ndarray, np.ndarray]:
-    """How far below the best logit each chosen one is, and how far off the worker's log-probabilities are."""
-    gaps, errors = [], []
+    """Of each chosen token: how far below the best logit its own is, and its log-probability."""
+    gaps, scores = [], []
     for prompt, answer in zip(prompts, answers, strict=True):
         logits = _logits(model, prompt, answer)
         chosen = torch.tensor(answer.tokens, device=logits.device).unsqueeze(1)
         gaps.append((logits.amax(1) - logits.gather(1, chosen).squeeze(1)).cpu().numpy())
-        scores = logits.log_softmax(1).gather(1, chosen).squeeze(1).cpu().numpy()
-        errors.append(np.abs(scores - np.array(answer.logprobs)))
-    return np.concatenate(gaps), np.concatenate(errors)
+        scores.append(logits.log_softmax(1).gather(1, chosen).squeeze(1).cpu().numpy())
+    return np.concatenate(gaps), np.concatenate(scores)
