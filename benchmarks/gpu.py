@@ -121,7 +121,7 @@ async def measure_model(name: str, folder: Path, device: Device, options: argpar
             lines.append(Line(name, f"decode, {number} rows of {context}", number / seconds, share, "bandwidth"))
         for length in (length for length in prompts if length < longest):
             seconds = await player.prefill_seconds(length, 3)
-            operations = length * operations_per_token(config, head=False)
+            operations = length * operations_per_token(config)
             rate = length / seconds
             lines.append(Line(name, f"prompt of {length}", rate, operations / seconds / device.rate, "matrix rate"))
     return lines

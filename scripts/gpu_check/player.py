@@ -74,6 +74,7 @@ class Player:
         self._worker = Worker(config, end_process=lambda: None)
         self._identity = b""
         self._step = 0
+        self._closing = b""  # slots that the next command closes
         self._owed: deque[list[_Seat]] = deque()  # of each step in flight: whose samples come back
         self._results: deque[StepResult] = deque()
         self._free_pages: list[int] = []
@@ -300,8 +301,6 @@ class Player:
         pages = dict.fromkeys(page for seat in seats for page in seat.pages)
         self._free_pages += pages
         self._free_slots += [seat.slot for seat in seats]
-
-    _closing = b""
 
     def _masks(
         self, rows: Sequence[int], step: int, mask: MaskMaker | None, seats: list[_Seat]

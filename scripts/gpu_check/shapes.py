@@ -73,9 +73,9 @@ def write_tiny(folder: Path, vocab_size: int = 1024) -> Path:
     return folder
 
 
-def operations_per_token(config: dict[str, Any], *, head: bool) -> float:
-    """Multiplications and additions of the matrix products for one token; attention is not counted."""
-    return 2.0 * (layer_parameters(config) + (config["hidden_size"] * config["vocab_size"] if head else 0))
+def operations_per_token(config: dict[str, Any]) -> float:
+    """Multiplications and additions of the layers' matrix products for one token; neither attention nor the head."""
+    return 2.0 * layer_parameters(config)
 
 
 def layer_parameters(config: dict[str, Any]) -> int:
