@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.scheduler.__main__ import SchedulerService
+from services.scheduler.core import Core
 from shared.config import SchedulerConfig
 from tests.fakes import FakeDetokenizer, FakeFrontend, FakeWorker
 from tests.local_peers import worker_hello
@@ -24,6 +25,13 @@ class House:
         self.service: SchedulerService | None = None
         self._peers: list[Any] = []
         self._ticking: asyncio.Task[None] | None = None
+
+    @property
+    def core(self) -> Core:
+        """Of the scheduler that runs now."""
+        assert self.service is not None
+        assert self.service.scheduler is not None
+        return self.service.scheduler.core
 
     async def scheduler(self, **config: Any) -> SchedulerService:
         settings = SchedulerConfig(

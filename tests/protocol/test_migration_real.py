@@ -42,9 +42,7 @@ async def test_a_drained_request_goes_on_with_its_pages(
     house: House, folder: Path, model: Any, workers: list[RealWorker]
 ) -> None:
     detokenizer, frontend = await house.detokenizer(), await house.frontend()
-    assert house.service is not None
-    assert house.service.scheduler is not None
-    core = house.service.scheduler.core
+    core = house.core
     await frontend.until(lambda: len(core.fleet) == 2)
     frontend.submit("r", PROMPT, COUNT)
     await detokenizer.until(lambda: "r" in detokenizer.streams and len(detokenizer.streams["r"].tokens) >= 5)
@@ -77,9 +75,7 @@ async def test_another_request_uses_the_pages_of_a_worker_without_a_seat(
         for worker in found:
             await worker.start()
         detokenizer, frontend = await house.detokenizer(), await house.frontend()
-        assert house.service is not None
-        assert house.service.scheduler is not None
-        core = house.service.scheduler.core
+        core = house.core
         await frontend.until(lambda: len(core.fleet) == 2)
         frontend.submit("first", PROMPT, 2)
         await detokenizer.until(lambda: detokenizer.finished("first"))

@@ -40,9 +40,7 @@ async def test_evicted_pages_come_back_and_survive_a_restart(
     worker = real_worker(house, "w0", folder, **config)
     await worker.start()
     detokenizer, frontend = await house.detokenizer(), await house.frontend()
-    assert house.service is not None
-    assert house.service.scheduler is not None
-    core = house.service.scheduler.core
+    core = house.core
     await frontend.until(lambda: len(core.fleet) == 1)
 
     async def ask(rid: str, prompt: list[int]) -> int:

@@ -68,10 +68,7 @@ async def working(
     for worker in workers:
         await worker.start()
     detokenizer, frontend = await house.detokenizer(), await house.frontend()
-    assert house.service is not None
-    assert house.service.scheduler is not None
-    core = house.service.scheduler.core
-    await frontend.until(lambda: len(core.fleet) == len(workers))
+    await frontend.until(lambda: len(house.core.fleet) == len(workers))
     try:
         yield workers, detokenizer, frontend
     finally:
@@ -81,6 +78,18 @@ async def working(
 
 def prompt(number: int) -> list[int]:
     return [(7 * number + i) % 70 for i in range(10 + number)]
+
+
+def submit(frontend: FakeFrontend, count: int) -> None:
+    for number in range(count):
+        frontend.submit(f"r{number}", prompt(number), COUNT)
+
+
+async def answered(detokenizer: FakeDetokenizer, count: int) -> None:
+    rids = [f"r{number}" for number in range(count)]
+    await detokenizer.until(lambda: detokenizer.finished(*rids), timeout=40)
+    for number, rid in enumerate(rids):
+        assert detokenizer.streams[rid].tokens == toy_greedy(prompt(number), COUNT)
 
 
 @pytest.mark.timeout(60)
@@ -95,11 +104,8 @@ async def test_too_many_rows_for_the_memory_are_served_a_few_at_a_time(house: Ho
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     async with working(house, pipelined, check) as (_, detokenizer, frontend):
-        for number in range(8):
-            frontend.submit(f"r{number}", prompt(number), COUNT)
-        for number in range(8):
-            await detokenizer.until(lambda number=number: detokenizer.finished(f"r{number}"))  # type: ignore[misc]
-            assert detokenizer.streams[f"r{number}"].tokens == toy_greedy(prompt(number), COUNT)
+        submit(frontend, 8)
+        await answered(detokenizer, 8)
     assert 1 <= faults <= 4
 
 
@@ -115,23 +121,18 @@ async def test_what_does_not_fit_even_alone_ends_and_all_others_live(house: Hous
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     async with working(house, pipelined, check) as (_, detokenizer, frontend):
-        for number in range(5):
-            frontend.submit(f"r{number}", prompt(number), COUNT)
+        submit(frontend, 5)
         frontend.submit("large", [TOO_LARGE, *prompt(3)], COUNT)
         await detokenizer.until(lambda: detokenizer.finished("large"))
         finish = detokenizer.streams["large"].finish
         assert finish is not None
         assert finish.reason is FinishReason.ERROR
         assert "not even alone" in finish.message
-        for number in range(5):
-            await detokenizer.until(lambda number=number: detokenizer.finished(f"r{number}"))  # type: ignore[misc]
-            assert detokenizer.streams[f"r{number}"].tokens == toy_greedy(prompt(number), COUNT)
+        await answered(detokenizer, 5)
         frontend.submit("later", prompt(9), COUNT)
         await detokenizer.until(lambda: detokenizer.finished("later"))
         assert detokenizer.streams["later"].tokens == toy_greedy(prompt(9), COUNT)
-        assert house.service is not None
-        assert house.service.scheduler is not None
-        (worker,) = house.service.scheduler.core.fleet
+        (worker,) = house.core.fleet
         assert worker.hello.max_slots == 8, "the size is what it was, once the culprit is gone"
     assert 2 <= faults <= 8
 
@@ -157,13 +158,10 @@ async def test_a_device_error_ends_the_worker_and_its_requests_go_on_elsewhere(
             raise error
 
     async with working(house, pipelined, failing, lambda batch: None) as (workers, detokenizer, frontend):
-        for number in range(6):
-            frontend.submit(f"r{number}", prompt(number), COUNT)
+        submit(frontend, 6)
         await asyncio.wait_for(workers[0].ended.wait(), 20)
         assert workers[0].worker.exit_code == 1
         assert workers[0].worker.device_lost
-        for number in range(6):
-            await detokenizer.until(lambda number=number: detokenizer.finished(f"r{number}"))  # type: ignore[misc]
-            assert detokenizer.streams[f"r{number}"].tokens == toy_greedy(prompt(number), COUNT)
+        await answered(detokenizer, 6)
         assert not workers[1].ended.is_set()
     assert steps == 4, "nothing is asked of a device whose context is lost"
