@@ -47,6 +47,13 @@ class Script:
         self.endless = False
 
 
+def endless(request: GenerateRequest) -> Script:
+    """For `FakeBackend.script`: an answer that goes on until it is aborted."""
+    script = Script([270])
+    script.endless = True
+    return script
+
+
 class FakeBackend:
     """Start it, give its `scheduler` endpoint to the service, script the answers."""
 

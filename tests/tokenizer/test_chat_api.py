@@ -13,7 +13,7 @@ from services.tokenizer.service import TokenizerService
 from shared import ints
 from shared.messages.stream import Finish, FinishReason
 from tests.tokenizer.conftest import Launcher
-from tests.tokenizer.fake_backend import WORDS, FakeBackend, Script, scores_of
+from tests.tokenizer.fake_backend import WORDS, FakeBackend, Script, endless, scores_of
 from tests.tokenizer.sse_reader import events
 from tests.tokenizer.tiny_folder import CONTEXT
 
@@ -216,9 +216,7 @@ async def test_logprobs(client: httpx.AsyncClient, backend: FakeBackend, tokeniz
 
 
 async def test_abort_by_id(client: httpx.AsyncClient, backend: FakeBackend) -> None:
-    script = Script([270])
-    script.endless = True
-    backend.script = lambda request: script
+    backend.script = endless
     for name in ("a1", "chatcmpl-a1"):
         backend.aborted.clear()
         running = asyncio.ensure_future(client.post(PATH, json={**CHAT, "rid": "a1", "n": 2}))
@@ -241,9 +239,7 @@ async def test_abort_by_id(client: httpx.AsyncClient, backend: FakeBackend) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_aborted_native_answers_say_so(client: httpx.AsyncClient, backend: FakeBackend, stream: bool) -> None:
-    script = Script([270])
-    script.endless = True
-    backend.script = lambda request: script
+    backend.script = endless
     body = {"text": "x", "rid": "r", "stream": stream}
     running = asyncio.ensure_future(client.post("/generate", json=body))
     await backend.until(lambda: backend.live == 1)

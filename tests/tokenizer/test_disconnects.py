@@ -12,7 +12,7 @@ import pytest
 
 from services.tokenizer.service import TokenizerService
 from tests.tokenizer.conftest import Launcher
-from tests.tokenizer.fake_backend import FakeBackend, Script
+from tests.tokenizer.fake_backend import FakeBackend, Script, endless
 
 PATHS = {
     "/generate": {"text": "hello", "sampling_params": {"max_new_tokens": 100}},
@@ -94,12 +94,7 @@ async def test_gone_before_the_first_token(
 @pytest.mark.parametrize("how", ["close", "reset", "half"])
 @pytest.mark.parametrize("path", sorted(PATHS))
 async def test_gone_while_decoding(service: TokenizerService, backend: FakeBackend, path: str, how: str) -> None:
-    def script(request: Any) -> Script:
-        made = Script([270])
-        made.endless = True
-        return made
-
-    backend.script = script
+    backend.script = endless
     client = RawClient(service.url)
     await client.send(path, {**PATHS[path], "stream": True})
     await client.read_until(b"data: ", times=3)
@@ -171,12 +166,7 @@ async def test_a_client_that_reads_nothing(launch: Launcher, backend: FakeBacken
     """The socket's buffers fill, then the connection is given up; memory stays that of the tokens."""
     service = await launch(client_stall_timeout=1.0, heartbeat_interval=0.2)
 
-    def script(request: Any) -> Script:
-        made = Script([270])
-        made.endless = True
-        return made
-
-    backend.script = script
+    backend.script = endless
     stalled = RawClient(service.url, receive_buffer=4096)
     await stalled.send("/generate", {**PATHS["/generate"], "stream": True})
     await backend.until(lambda: backend.live == 1)

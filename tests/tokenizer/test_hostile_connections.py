@@ -20,7 +20,7 @@ from services.tokenizer.errors import ApiError
 from services.tokenizer.service import TokenizerService
 from services.tokenizer.validation import decode
 from tests.tokenizer.conftest import Launcher
-from tests.tokenizer.fake_backend import FakeBackend, Script
+from tests.tokenizer.fake_backend import FakeBackend, Script, endless
 from tests.tokenizer.test_disconnects import RawClient, beats
 
 
@@ -89,11 +89,6 @@ async def test_no_http_at_all(service: TokenizerService) -> None:
 async def test_no_http_behind_a_request_never_speaks_into_its_answer(
     service: TokenizerService, backend: FakeBackend
 ) -> None:
-    def endless(request: Any) -> Script:
-        made = Script([270])
-        made.endless = True
-        return made
-
     backend.script = endless
     client = RawClient(service.url)
     await client.send("/generate", {"text": "hello", "stream": True, "sampling_params": {"max_new_tokens": 100}})
@@ -129,12 +124,7 @@ async def test_a_stalled_reader_without_help_from_tcp(launch: Launcher, backend:
     listener.listen()
     service = await launch(client_stall_timeout=0.5, http_fd=listener.detach())
 
-    def script(request: Any) -> Script:
-        made = Script([270])
-        made.endless = True
-        return made
-
-    backend.script = script
+    backend.script = endless
     client = RawClient("http://x:1")
     client.socket.close()
     client.socket = socket.socket(socket.AF_UNIX)

@@ -12,7 +12,7 @@ import pytest
 from services.tokenizer.service import TokenizerService
 from shared.messages.request import RequestRejected
 from shared.messages.stream import Finish, FinishReason
-from tests.tokenizer.fake_backend import WORDS, FakeBackend, Script
+from tests.tokenizer.fake_backend import WORDS, FakeBackend, Script, endless
 from tests.tokenizer.tiny_folder import CONTEXT
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hello"}]
@@ -117,9 +117,7 @@ async def test_a_failure_in_mid_stream(sdk: openai.AsyncOpenAI, backend: FakeBac
 
 
 async def test_closing_a_stream_aborts(sdk: openai.AsyncOpenAI, backend: FakeBackend) -> None:
-    endless = Script([270])
-    endless.endless = True
-    backend.script = lambda request: endless
+    backend.script = endless
     stream = await sdk.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
     async for _ in stream:
         break

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from shared.messages.control import ServiceMetrics
 from shared.metrics import Histogram
 from tests.tokenizer.conftest import Launcher
-from tests.tokenizer.fake_backend import FakeBackend, Script
+from tests.tokenizer.fake_backend import FakeBackend, endless
 from tests.tokenizer.tiny_folder import CONTEXT, VOCAB_SIZE
 
 
@@ -164,9 +164,7 @@ async def test_metrics(client: httpx.AsyncClient, backend: FakeBackend) -> None:
 
 
 async def test_gauges_fall_when_all_leave(client: httpx.AsyncClient, backend: FakeBackend) -> None:
-    script = Script([270])
-    script.endless = True
-    backend.script = lambda request: script
+    backend.script = endless
     running = [asyncio.ensure_future(client.post("/generate", json={"text": "x"})) for _ in range(5)]
     await backend.until(lambda: backend.live == 5)
     backend.publish()

@@ -15,7 +15,7 @@ from services.tokenizer.service import TokenizerService
 from shared import ints
 from shared.messages.request import RequestRejected
 from shared.messages.stream import Finish, FinishReason
-from tests.tokenizer.fake_backend import FakeBackend, Script, scores_of
+from tests.tokenizer.fake_backend import FakeBackend, Script, endless, scores_of
 from tests.tokenizer.test_chat_tools import CALL, PARAMETERS, THOUGHT, Launcher, prompt_of, says
 
 TOOL: Any = {
@@ -177,9 +177,7 @@ async def test_input_items_come_in_pages(sdk: openai.AsyncOpenAI, client: httpx.
 
 
 async def test_cancel(sdk: openai.AsyncOpenAI, backend: FakeBackend) -> None:
-    endless = Script([270])
-    endless.endless = True
-    backend.script = lambda request: endless
+    backend.script = endless
     stream = await sdk.responses.create(model="tiny", input="hello", stream=True)
     async for event in stream:
         if event.type == "response.created":

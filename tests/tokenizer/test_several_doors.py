@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shared.messages.control import ServiceMetrics
 from shared.messages.request import TenantUsage
 from tests.tokenizer.conftest import Launcher
-from tests.tokenizer.fake_backend import FakeBackend, Script
+from tests.tokenizer.fake_backend import FakeBackend, endless
 
 WORK = {"text": "hello", "sampling_params": {"max_new_tokens": 2}}
 
@@ -27,18 +27,12 @@ async def doors(launch: Launcher) -> AsyncIterator[list[httpx.AsyncClient]]:
         ]
 
 
-def endless(backend: FakeBackend) -> None:
-    script = Script([270])
-    script.endless = True
-    backend.script = lambda request: script
-
-
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("batch", [False, True])
 async def test_an_abort_through_another_door_reaches_every_choice(
     doors: list[httpx.AsyncClient], backend: FakeBackend, n: int, batch: bool
 ) -> None:
-    endless(backend)
+    backend.script = endless
     text = ["one", "two"] if batch else "one"
     count = n * (2 if batch else 1)
     body = {"text": text, "rid": "mine", "sampling_params": {"max_new_tokens": 500, "n": n}}
@@ -56,7 +50,7 @@ async def test_an_abort_through_another_door_reaches_every_choice(
 
 
 async def test_a_chat_is_aborted_by_the_id_of_its_answer(doors: list[httpx.AsyncClient], backend: FakeBackend) -> None:
-    endless(backend)
+    backend.script = endless
     body = {"messages": [{"role": "user", "content": "hello"}], "n": 2, "stream": True}
     async with doors[0].stream("POST", "/v1/chat/completions", json=body) as answer:
         lines = answer.aiter_lines()
@@ -124,7 +118,7 @@ async def test_tenants_see_their_own_use_operators_see_all(launch: Launcher, bac
 async def test_a_response_made_by_another_door_is_cancelled(
     doors: list[httpx.AsyncClient], backend: FakeBackend
 ) -> None:
-    endless(backend)
+    backend.script = endless
     async with doors[0].stream("POST", "/v1/responses", json={"input": "hello", "stream": True}) as answer:
         lines = answer.aiter_lines()
         while not (line := await anext(lines)).startswith("data: "):
