@@ -40,7 +40,7 @@ class Launched:
         self.keep = np.arange(len(self.rows.sampling) + sum(len(s.targets) for s in self.rows.spans))
 
     def wait(self) -> None:
-        """Hold the calling thread until the device has done all of it that is enqueued. Raises what went wrong there."""
+        """Hold the calling thread until the device has done what is enqueued of it. Raises what went wrong there."""
         self.done.wait()
 
     def has_row_of(self, slots: Ints) -> bool:
