@@ -60,17 +60,6 @@ def test_rows_in_order_need_no_gather() -> None:
         assert sorted(cascade.order.tolist()) == [0, 1, 2]
 
 
-def test_of_nested_groups_the_one_that_saves_most_takes_a_row() -> None:
-    # 4 pages for all five rows save 16 page reads, 20 for two of them 20.
-    cascade = chosen([400] * 5, [([0, 1, 2, 3, 4], 4), ([0, 1], 20)])
-    assert cascade is not None
-    assert cascade.skip.tolist() == [20, 20, 4, 4, 4]
-    # The other way round, the inner group has nothing left.
-    cascade = chosen([400] * 5, [([0, 1, 2, 3, 4], 4), ([0, 1], 10)])
-    assert cascade is not None
-    assert cascade.skip.tolist() == [4] * 5
-
-
 def test_a_group_that_a_window_cuts_is_left_out() -> None:
     groups = [([0, 1], 2), ([2, 3], 2)]
     cascade = chosen([40, 50, 60, 90], groups, window=60)

@@ -80,25 +80,19 @@ def choose(
 ) -> Cascade | None:
     """The cascade that pays, or None.
 
-    Groups may overlap (nested prefixes): a row goes to the group that saves most, one level is all there is. A group
-    that a sliding window does not wholly see is left out: each of its rows would see another part of the prefix.
+    A row is in one group at most: which of nested prefixes it shares, the scheduler decides. A group that a sliding
+    window does not wholly see is left out: each of its rows would see another part of the prefix.
     """
-    candidates = [
-        (rows, group.num_pages)
-        for rows, group in zip(host.group_rows, groups, strict=True)
-        if len(rows) and (not window or host.kv_lengths[rows].max() <= window)
-    ]
-    candidates.sort(key=lambda candidate: -(len(candidate[0]) - 1) * candidate[1])
     skip = np.zeros(decode_rows, dtype=np.int32)
     taken: list[Int32s] = []
     gain = 0
-    for rows, pages in candidates:
-        left = rows[skip[rows] == 0]
-        saved = costs.group_gain(len(left), pages * page_size)
-        if len(left) > 1 and saved > 0:
-            gain += saved
-            skip[left] = pages
-            taken.append(left)
+    for rows, group in zip(host.group_rows, groups, strict=True):
+        saved = costs.group_gain(len(rows), group.num_pages * page_size)
+        if saved <= 0 or (window and host.kv_lengths[rows].max() > window):
+            continue
+        gain += saved
+        skip[rows] = group.num_pages
+        taken.append(rows)
     if gain <= costs.launches(in_order=True) * costs.bytes_per_launch:
         return None
     cascade = _cut(host, taken, skip, page_size)
