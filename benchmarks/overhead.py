@@ -28,6 +28,7 @@ import aiohttp
 from radixfleet.local_server import LocalServer
 
 TICK = os.sysconf("SC_CLK_TCK")
+NEWS_S = 30.0  # a worker that computes says so more often; one that does not is named otherwise in /metrics
 WARM_TOKENS = 32  # of every stream before the first reading, and left after the last one
 SERVICES = ("tokenizer", "scheduler", "gpu_worker", "detokenizer")
 
@@ -102,10 +103,11 @@ class Streams:
 
 
 async def read(url: str, pids: dict[str, int], streams: Streams) -> Reading:
-    """The worker's numbers come with its heartbeats: waits until one of them is new."""
+    """The worker's numbers come with its heartbeats: waits until one of them is new. Raises TimeoutError."""
     steps = await asyncio.to_thread(worker_gauge, url, "steps")
-    while (now := await asyncio.to_thread(worker_gauge, url, "steps")) == steps:
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(NEWS_S):
+        while (now := await asyncio.to_thread(worker_gauge, url, "steps")) == steps:
+            await asyncio.sleep(0.05)
     cpu = {name: cpu_seconds(pid) for name, pid in pids.items()}
     cpu["client"] = cpu_seconds(os.getpid())
     busy = await asyncio.to_thread(worker_gauge, url, "busy_seconds")
