@@ -12,7 +12,7 @@ import torch
 from services.gpu_worker.attention.base import AttentionBackend
 from services.gpu_worker.attention.select import attention_backend as select_backend
 from services.gpu_worker.batch import ForwardBatch
-from services.gpu_worker.kv_cache import FP8, KVCache, kv_format
+from services.gpu_worker.kv_cache import FP8, KVCache
 from services.gpu_worker.layers.moe_fused import MoeBackend
 from services.gpu_worker.models.config import ModelConfig, ModelError, ModelFolder, UnsupportedModel, read_folder
 from services.gpu_worker.models.decoder import Decoder
@@ -83,11 +83,6 @@ class LoadedModel:
         """Bytes of one page over all layers."""
         config = self.config
         return KVCache.bytes_per_page(config.num_layers, page_size, config.kv_heads, config.head_dim, self.kv_dtype)
-
-    @property
-    def kv_format(self) -> str:
-        """What pages hold; they move only between workers, or lives of one, where it is the same."""
-        return kv_format(self.kv_dtype, self.config.kv_scales)
 
     def build_runner(self, num_pages: int, page_size: int, max_batched_tokens: int) -> ModelRunner:
         """Allocate the cache and plug the attention in. Raises ModelError if the backend is not available."""

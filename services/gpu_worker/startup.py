@@ -118,7 +118,7 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
         max_inflight_steps=config.max_inflight_steps,
         vocab_size=model.config.vocab_size,
         device=_name_of(device),
-        kv_dtype=model.kv_format,
+        kv_dtype=runner.kv_cache.format,
         kv_layout=KV_LAYOUT,
         kv_bytes_per_page=wish.bytes_per_page * config.tp_size,
         tp_size=config.tp_size,
