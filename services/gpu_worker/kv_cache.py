@@ -77,8 +77,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 
-def to_fp8(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """values / scale in 8 bits; what is too large becomes the largest number."""
+def to_fp8(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+    """values / scale in 8 bits, a tensor of scales as it broadcasts; what is too large becomes the largest number."""
     return (values.float() / scale).clamp(-FP8_LIMIT, FP8_LIMIT).to(FP8)
 
 

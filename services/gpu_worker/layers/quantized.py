@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 import torch.nn.functional as F
 
-from services.gpu_worker.kv_cache import FP8, FP8_LIMIT
+from services.gpu_worker.kv_cache import FP8_LIMIT, to_fp8
 
 QuantizedForm = Literal["fp8", "int4"]
 GROUPS = (128, 64, 32)
@@ -87,7 +87,7 @@ class Int4Product:
 def fp8_rows(x: torch.Tensor) -> Packed:
     """[rows, n] -> the same in e4m3, and a scale per row, fp32 [rows, 1]."""
     scales = x.abs().amax(1, keepdim=True).float().clamp_min(SMALLEST) / FP8_LIMIT
-    return (x.float() / scales).clamp(-FP8_LIMIT, FP8_LIMIT).to(FP8), scales
+    return to_fp8(x, scales), scales
 
 
 def fp8_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
