@@ -8,7 +8,6 @@ Whichever is taken has to agree with the reference on the first layer's weights 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -110,13 +109,10 @@ def swap_halves(gate_up: torch.Tensor) -> None:
         weight.copy_(weight.roll(weight.shape[0] // 2, 0))
 
 
-Candidate = Callable[[torch.Tensor, torch.Tensor, str], Experts | None]
-
-
 class TrustedMaker:
     """An ExpertsMaker: the first of the candidates that agrees with the reference, for every layer the same one."""
 
-    def __init__(self, candidates: dict[str, Candidate], top_k: int) -> None:
+    def __init__(self, candidates: dict[str, ExpertsMaker], top_k: int) -> None:
         self._candidates = candidates
         self._top_k = top_k
         self._tried = False
@@ -134,7 +130,7 @@ class TrustedMaker:
         return None
 
     def _try(
-        self, name: str, make: Candidate, gate_up: torch.Tensor, down: torch.Tensor, activation: str
+        self, name: str, make: ExpertsMaker, gate_up: torch.Tensor, down: torch.Tensor, activation: str
     ) -> Experts | None:
         given = _trial(gate_up, self._top_k)
         expected = SortedExperts(gate_up, down, activation)(*given).float()
@@ -171,7 +167,7 @@ def experts_maker(backend: MoeBackend, device: torch.device, dtype: torch.dtype,
         if backend == "flashinfer":
             raise ValueError("--moe-backend flashinfer needs CUDA, and bfloat16 or float16")
         return None
-    candidates: dict[str, Candidate] = {}
+    candidates: dict[str, ExpertsMaker] = {}
     if backend == "flashinfer" or (backend == "auto" and _is_compiled(device)):
         candidates["flashinfer"] = _flashinfer(top_k)
     if backend != "flashinfer" and dtype == torch.bfloat16:
@@ -179,7 +175,7 @@ def experts_maker(backend: MoeBackend, device: torch.device, dtype: torch.dtype,
     return TrustedMaker(candidates, top_k)
 
 
-def _flashinfer(top_k: int) -> Candidate:
+def _flashinfer(top_k: int) -> ExpertsMaker:
     workspaces: list[torch.Tensor] = []
 
     def make(gate_up: torch.Tensor, down: torch.Tensor, activation: str) -> Experts | None:
