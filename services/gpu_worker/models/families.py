@@ -65,8 +65,12 @@ def _mistral_windows(config: dict[str, Any], layers: int) -> tuple[int, ...]:
     return (int(config.get("sliding_window", 4096) or 0),) * layers
 
 
+def _qwen_window(config: dict[str, Any]) -> int:
+    return int(config.get("sliding_window", 4096) or 0) if config.get("use_sliding_window") else 0
+
+
 def _qwen_windows(config: dict[str, Any], layers: int) -> tuple[int, ...]:
-    window = int(config.get("sliding_window", 4096) or 0) if config.get("use_sliding_window") else 0
+    window = _qwen_window(config)
     first = int(config.get("max_window_layers", 28))
     kinds = config.get("layer_types") or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(layers)
@@ -91,8 +95,7 @@ def _smollm3_windows(config: dict[str, Any], layers: int) -> tuple[int, ...]:
 
 
 def _qwen3_moe_windows(config: dict[str, Any], layers: int) -> tuple[int, ...]:
-    window = int(config.get("sliding_window", 4096) or 0) if config.get("use_sliding_window") else 0
-    return (window,) * layers
+    return (_qwen_window(config),) * layers
 
 
 def _mixtral_windows(config: dict[str, Any], layers: int) -> tuple[int, ...]:
