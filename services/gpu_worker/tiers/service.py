@@ -126,24 +126,22 @@ class TierService:
             return
         try:
             slots = ints.unpack(order.slots).tolist()
-            data = reading.result() if reading is not None else self._from_host(ints.unpack(order.pages).tolist())
+            data = reading.result() if reading is not None else self._host_tier().get(ints.unpack(order.pages).tolist())
             if data.shape[1] != len(slots):
                 raise IndexError(f"{data.shape[1]} pages for {len(slots)} slots")
             if order.tier == "disk":
                 self._put(_LATER, lambda: self._write_files(order, slots, data, life))
                 return
-            if self._host is None:
-                raise IndexError("there is no host tier")
-            self._host.put(slots, data)
+            self._host_tier().put(slots, data)
         except Exception as error:
             self._stored(order, life, error)
         else:
             self._stored(order, life)
 
-    def _from_host(self, slots: list[int]) -> Bytes:
+    def _host_tier(self) -> HostTier:
         if self._host is None:
             raise IndexError("there is no host tier")
-        return self._host.get(slots)
+        return self._host
 
     def _write_files(self, order: KvStore, slots: list[int], data: Bytes, life: int) -> None:
         try:
@@ -170,7 +168,7 @@ class TierService:
     def _bring_back(self, order: KvLoad, life: int) -> None:
         slots, pages = ints.unpack(order.slots).tolist(), ints.unpack(order.pages).tolist()
         if order.tier == "host":
-            pieces: list[tuple[list[int], bytes | Bytes]] = [(pages, self._from_host(slots))]
+            pieces: list[tuple[list[int], bytes | Bytes]] = [(pages, self._host_tier().get(slots))]
         else:
             if self._disk is None:
                 raise IndexError("there is no disk tier")
