@@ -21,13 +21,7 @@ _COLOURS = {
     "fork": "#ffffff",
     "join": "#ffffff",
 }
-
-
 _UNFIT = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # what no XML may hold
-
-
-def escape(text: str) -> str:
-    return html.escape(_UNFIT.sub("\ufffd", text))
 
 
 def svg(title: str, graph: Graph) -> str:
@@ -38,7 +32,7 @@ def svg(title: str, graph: Graph) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-        f"<title>{escape(title)}</title>",
+        f"<title>{_escape(title)}</title>",
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0 L8 4 L0 8 z" fill="#4c566a"/></marker></defs>',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
@@ -69,10 +63,10 @@ def _box(node: Node, x: int, y: int) -> str:
     label = node.label if len(node.label) <= _LABEL else node.label[: _LABEL - 1] + "…"
     kind = f"{node.kind} ({node.options} options)" if node.options else node.kind
     return (
-        f'<g><title>{escape(node.label)}</title><rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="6" '
+        f'<g><title>{_escape(node.label)}</title><rect x="{x}" y="{y}" width="{_WIDTH}" height="{_HEIGHT}" rx="6" '
         f'fill="{_COLOURS[node.kind]}" stroke="#4c566a"/>'
-        f'<text x="{x + 10}" y="{y + 17}" fill="#4c566a" font-size="10">{escape(kind)}</text>'
-        f'<text x="{x + 10}" y="{y + 34}">{escape(label)}</text></g>'
+        f'<text x="{x + 10}" y="{y + 17}" fill="#4c566a" font-size="10">{_escape(kind)}</text>'
+        f'<text x="{x + 10}" y="{y + 34}">{_escape(label)}</text></g>'
     )
 
 
@@ -85,3 +79,7 @@ def _line(start: tuple[int, int], end: tuple[int, int], value: bool) -> str:
         f'<path d="M{x1} {y1} C{x1} {y1 + bend} {x2} {y2 - bend} {x2} {y2}" fill="none" stroke="#4c566a"'
         f'{dashes} marker-end="url(#tip)"/>'
     )
+
+
+def _escape(text: str) -> str:
+    return html.escape(_UNFIT.sub("\ufffd", text))
