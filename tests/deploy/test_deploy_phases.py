@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
@@ -57,5 +56,5 @@ def test_the_table_has_every_phase() -> None:
     measured = Phases()
     for name in ("one", "two"):
         with measured(name, 5):
-            os.getpid()
+            pass
     assert [line.split()[0] for line in measured.table().splitlines()] == ["phase", "one", "two", "all"]

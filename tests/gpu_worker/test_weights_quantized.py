@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +205,6 @@ def test_experts_and_odd_sizes_are_refused(tmp_path: Path) -> None:
     for load_format in ("auto", "dummy"):
         with pytest.raises(ModelError, match=r"odd: int4 needs"):
             load(tmp_path / "odd", quantization="int4", load_format=load_format)
-    assert json.loads((tmp_path / "odd" / "config.json").read_text())["intermediate_size"] == 40
 
 
 @pytest.mark.parametrize(

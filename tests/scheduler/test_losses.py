@@ -316,7 +316,7 @@ def test_memory_that_runs_out_blames_nobody_while_steps_get_smaller() -> None:
     fleet, rid = started()
     for incarnation in range(2, 12):
         some_steps(fleet, 2)
-        step = only_worker(fleet).commands[0].step_id if only_worker(fleet).commands else 0
+        step = only_worker(fleet).commands[0].step_id
         fleet.from_worker(only_worker(fleet), WorkerFault(incarnation - 1, step, "oom", "no memory", "smaller"))
         fleet.turn()
         assert fleet.request(rid).faults == 0

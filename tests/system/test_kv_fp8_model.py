@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from services.gpu_worker.model_runner import load_model
+from services.gpu_worker.model_runner import KvCacheDtype, load_model
 from tests.gpu_worker.tiny_models import Sequence, Session
 from tests.system.prompts import thirty
 
@@ -18,7 +18,7 @@ NEW_TOKENS = 24
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 
-def session(model_dir: Path, kv_cache_dtype: str) -> Session:
+def session(model_dir: Path, kv_cache_dtype: KvCacheDtype) -> Session:
     loaded = load_model(
         str(model_dir),
         device=torch.device("cpu"),
@@ -28,7 +28,7 @@ def session(model_dir: Path, kv_cache_dtype: str) -> Session:
         attention_backend="reference",
         context_length=512,
         deterministic=False,
-        kv_cache_dtype="fp8_e4m3" if kv_cache_dtype == "fp8_e4m3" else "auto",
+        kv_cache_dtype=kv_cache_dtype,
     )
     return Session(loaded, num_pages=32, page_size=16)
 
