@@ -16,6 +16,9 @@ from shared.messages.stream import Scores
 
 Ints = NDArray[np.int64]
 
+NOTHING_ALLOWED = "no token is allowed"
+NOT_FINITE = "the model's logits are not finite"
+
 
 class Outcome:
     """One step's tokens, scores and row errors."""
@@ -46,7 +49,7 @@ class Outcome:
             part = logits[start : start + len(span.targets)]
             start += len(span.targets)
             if not bool(part.amax(1).isfinite().all()):
-                self.fail(slots, span.slot, "the model's logits are not finite")
+                self.fail(slots, span.slot, NOT_FINITE)
                 continue
             spec = slots.spec_of(span.slot)
             blocks = [unscored(spec)] if span.leading_unscored else []

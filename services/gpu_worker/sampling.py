@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from services.gpu_worker.faults import ProtocolError
 from services.gpu_worker.logit_edits import RowEdit, allows_more_than_stops, apply_edits, apply_masks
-from services.gpu_worker.outcome import Outcome
+from services.gpu_worker.outcome import NOT_FINITE, NOTHING_ALLOWED, Outcome
 from services.gpu_worker.rows import StepRows
 from services.gpu_worker.sampling_columns import SampleRows
 from services.gpu_worker.scoring import score_each
@@ -24,9 +24,6 @@ from shared.messages.step import StepCommand
 
 Ints = NDArray[np.int64]
 MaskApplier = Callable[[torch.Tensor, Ints, NDArray[np.uint32]], None]  # as logit_edits.apply_masks
-
-NOTHING_ALLOWED = "no token is allowed"
-NOT_FINITE = "the model's logits are not finite"
 
 
 class TokenSampler(Protocol):

@@ -30,10 +30,10 @@ from services.gpu_worker.cuda.staging import Staging
 from services.gpu_worker.cuda.state import DeviceState, batch_arrays, table_changes
 from services.gpu_worker.engine import Engine, MaskSource, StepStats, extend_histories
 from services.gpu_worker.kv_cache import KVCache
-from services.gpu_worker.outcome import Outcome
+from services.gpu_worker.outcome import NOT_FINITE, NOTHING_ALLOWED, Outcome
 from services.gpu_worker.pipeline import DEPTH
 from services.gpu_worker.rows import StepRows, plan_rows
-from services.gpu_worker.sampling import NOT_FINITE, NOTHING_ALLOWED, may_stop, sample_rows, take_masks
+from services.gpu_worker.sampling import may_stop, sample_rows, take_masks
 from services.gpu_worker.slots import column
 from shared.messages.step import StepCommand, StepResult
 
