@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
+from radixfleet.models import resolve
 from services.scheduler.constraint.budget import BudgetGuard, Ending
 from services.scheduler.constraint.canonical import canonical
-from services.scheduler.constraint.completion import Search, allowed
+from services.scheduler.constraint.compile_worker import Worker
+from services.scheduler.constraint.completion import allowed
 from services.scheduler.constraint.errors import ConstraintError
 from services.scheduler.constraint.grammar import CompiledGrammar
-from services.scheduler.constraint.schema_size import has_hidden_obligations, largest_step
+from services.scheduler.constraint.llguidance_matcher import LLGuidanceMatcher
+from services.scheduler.constraint.protocol import CompileJob, Setup
+from services.scheduler.constraint.schema_size import largest_step
 from services.scheduler.constraint.state import ConstraintState
-from services.scheduler.constraint.witness import completion_by_witness
 
 sys.path.insert(0, str(Path(__file__).parent))
 from constraint_kit import LIMITS, accepts, build, token_order, vocabulary
@@ -82,18 +86,17 @@ SCHEMAS: list[Any] = [
 ]
 
 
+@cache
+def _compiling() -> Worker:
+    return Worker(Setup(resolve(None), LIMITS))
+
+
+@cache
 def _grammar(kind: Any, source: str) -> CompiledGrammar:
-    """As the compiler makes it."""
-    matcher = build(kind, source)
-    shortest = Search(token_order(), 300).shortest(matcher, 256)
-    ending = Ending(tuple(shortest) if shortest is not None else None)
-    if kind == "json_schema":
-        schema = json.loads(canonical(kind, source))
-        if shortest is None:
-            shortest = completion_by_witness(schema, matcher, token_order(), LIMITS)
-            ending = Ending(tuple(shortest) if shortest is not None else None)
-        ending = Ending(ending.shortest, largest_step(schema, 64), not has_hidden_obligations(schema))
-    return CompiledGrammar(kind, matcher, ending, token_order(), 0)
+    """As the compiler makes it, without a process for it."""
+    made = _compiling().compile(CompileJob(kind, canonical(kind, source), best_effort=False, any_whitespace=False))
+    matcher = LLGuidanceMatcher.build(made.grammar, vocabulary(), LIMITS)
+    return CompiledGrammar(kind, matcher, Ending(made.shortest, made.step, made.plain_is_harmless), token_order(), 0)
 
 
 def _generate(state: ConstraintState, budget: int, rng: np.random.Generator, *, avoid_end: bool = True) -> str:
