@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from radixfleet import Optimizations, assistant, function, gen, global_config, select, user
-from tests.radixfleet.fake_model_server import FakeServer
+from tests.radixfleet.fake_model_server import FakeServer, wait_until
 
 RULES = "You answer questions about cities, briefly and politely, and never invent what you do not know. " * 3
 
@@ -275,10 +275,15 @@ def test_a_batch_as_it_finishes(fake: FakeServer) -> None:
 
 
 def test_an_abandoned_batch_stops(fake: FakeServer) -> None:
+    def wait_for_the_end(prompt: str) -> None:
+        if "Context:" in prompt and "Context: 0" not in prompt:
+            wait_until(lambda: bool(fake.aborted))
+
+    fake.delay = wait_for_the_end
     states = ask.run_batch([{"context": str(i), "q": "x"} for i in range(500)], generator_style=True, num_threads=1)
     next(states)
     states.close()
-    assert len(fake.generations()) < 100
+    assert len(fake.generations()) < 20
 
 
 def test_progress_bar(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
