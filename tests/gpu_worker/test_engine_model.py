@@ -13,9 +13,8 @@ from services.gpu_worker.cuda.start import graph_device, split
 from services.gpu_worker.engine import Engine
 from services.gpu_worker.slots import SlotLimits
 from shared.ints import pack
-from shared.messages.step import StepCommand, StepResult
 from tests.gpu_worker.tiny_models import VOCABULARY, load, random_tokens, reference_logits, save_model
-from tests.gpu_worker.toy_engine import floats, greedy, open_slot, prefill, tokens
+from tests.gpu_worker.toy_engine import Steps, floats, greedy, open_slot, prefill, tokens
 
 PAGE = 4
 
@@ -26,19 +25,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, save_model("llama", folder)
 
 
-class Driver:
-    """Numbers the steps of one engine."""
-
-    def __init__(self, folder: Path, backend: str) -> None:
-        runner = load(folder, attention_backend=backend).build_runner(64, PAGE, 128)
-        cpu = torch.device("cpu")
-        self.engine = split(Engine(runner, SlotLimits(8, 64, PAGE, 200, VOCABULARY), 128, cpu), graph_device(cpu))
-        self.steps = 0
-
-    def step(self, decode: list[int] | None = None, **fields: Any) -> StepResult:
-        command = StepCommand(step_id=self.steps, epoch=1, decode_slots=pack(decode or []), **fields)
-        self.steps += 1
-        return self.engine.execute(command, lambda step: (b"", b""), incarnation=1)
+def steps_of(folder: Path, backend: str) -> Steps:
+    runner = load(folder, attention_backend=backend).build_runner(64, PAGE, 128)
+    cpu = torch.device("cpu")
+    return Steps(split(Engine(runner, SlotLimits(8, 64, PAGE, 200, VOCABULARY), 128, cpu), graph_device(cpu)))
 
 
 def generate(model: Any, prompt: list[int], count: int) -> list[int]:
@@ -51,7 +41,7 @@ def generate(model: Any, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_greedy_equals_transformers_in_mixed_steps(model: tuple[Path, Any], backend: str) -> None:
     folder, theirs = model
-    driver = Driver(folder, backend)
+    driver = steps_of(folder, backend)
     long, short = random_tokens(21, 1), random_tokens(5, 2)
     out_short = tokens(driver.step(opens=(open_slot(3, 5, [60, 61, 62, 63]),), prefills=(prefill(3, short),)))
     opened = open_slot(0, 21, list(range(9)))
@@ -69,7 +59,7 @@ def test_greedy_equals_transformers_in_mixed_steps(model: tuple[Path, Any], back
 @pytest.mark.parametrize("backend", ["reference", "native"])
 def test_shared_pages_copied_pages_and_groups_change_nothing(model: tuple[Path, Any], backend: str) -> None:
     folder, theirs = model
-    driver = Driver(folder, backend)
+    driver = steps_of(folder, backend)
     prompt = random_tokens(14, 3)
     others = [[*prompt[:14], *random_tokens(3, 4)], [*prompt[:13], *random_tokens(2, 5)]]
     out = [tokens(driver.step(opens=(open_slot(0, 14, list(range(8))),), prefills=(prefill(0, prompt),)))]
@@ -91,7 +81,7 @@ def test_shared_pages_copied_pages_and_groups_change_nothing(model: tuple[Path, 
 @pytest.mark.parametrize("sizes", [[20], [7, 13], [1, 18, 1]])
 def test_prompt_scores_equal_transformers(model: tuple[Path, Any], sizes: list[int]) -> None:
     folder, theirs = model
-    driver = Driver(folder, "reference")
+    driver = steps_of(folder, "reference")
     prompt = random_tokens(20, 6)
     params = greedy(logprobs=2, prompt_logprobs_from=4)
     columns: dict[str, bytes] = {"logprobs": b"", "top_logprobs": b"", "top_ids": b""}

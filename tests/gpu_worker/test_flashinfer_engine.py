@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,40 +16,29 @@ from services.gpu_worker.model_runner import LoadedModel, ModelRunner
 from services.gpu_worker.slots import SlotLimits
 from shared.ints import pack
 from shared.messages.request import SamplingParams
-from shared.messages.step import StepCommand, StepResult
 from tests.gpu_worker.flashinfer_fake import FakeFlashInfer
 from tests.gpu_worker.flashinfer_scene import FREE
 from tests.gpu_worker.tiny_models import VOCABULARY, load, random_tokens, save_model
-from tests.gpu_worker.toy_engine import greedy, open_slot, prefill, tokens
+from tests.gpu_worker.toy_engine import Steps, greedy, open_slot, prefill, tokens
 
-PAGE, PAGES = 16, 48
+PAGE, PAGES, MOST_TOKENS = 16, 48, 256
+LIMITS = SlotLimits(8, PAGES, PAGE, 200, VOCABULARY)
 CPU = torch.device("cpu")
 
 
-class Drive:
-    """Numbers the steps of one engine."""
-
-    def __init__(self, loaded: LoadedModel, api: FakeFlashInfer | None) -> None:
-        config = loaded.config
-        cache = KVCache(config.num_layers, PAGES, PAGE, config.kv_heads, config.head_dim, config.dtype, CPU)
-        attention: AttentionBackend = ReferenceAttention(cache)
-        if api is not None:
-            attention = FlashInferAttention(cache, config, api, FREE)
-        runner = ModelRunner(config, loaded.model, cache, attention, 256)
-        self.engine = Engine(runner, SlotLimits(8, PAGES, PAGE, 200, VOCABULARY), 256, CPU)
-        self.steps = 0
-
-    def step(self, decode: list[int] | None = None, **fields: Any) -> StepResult:
-        command = StepCommand(step_id=self.steps, epoch=1, decode_slots=pack(decode or []), **fields)
-        self.steps += 1
-        return self.engine.execute(command, lambda step: (b"", b""), incarnation=1)
+def steps_of(loaded: LoadedModel, api: FakeFlashInfer | None) -> Steps:
+    """An engine over FlashInfer's fake, or over the reference."""
+    config = loaded.config
+    cache = KVCache(config.num_layers, PAGES, PAGE, config.kv_heads, config.head_dim, config.dtype, CPU)
+    attention: AttentionBackend = ReferenceAttention(cache)
+    if api is not None:
+        attention = FlashInferAttention(cache, config, api, FREE)
+    return Steps(Engine(ModelRunner(config, loaded.model, cache, attention, MOST_TOKENS), LIMITS, MOST_TOKENS, CPU))
 
 
-def conversation(
-    loaded: LoadedModel, api: FakeFlashInfer | None, params: SamplingParams, drive_by: type[Drive] = Drive
-) -> list[list[int]]:
+def conversation(drive: Steps, params: SamplingParams) -> list[list[int]]:
     """Three requests over one prefix, read together for a while; one is suspended and resumed elsewhere."""
-    drive, prompt = drive_by(loaded, api), random_tokens(40, 3)
+    prompt = random_tokens(40, 3)
     ends = [random_tokens(5, 4), random_tokens(3, 5), random_tokens(9, 6)]
     out: list[list[int]] = [[], [], []]
     first = [*prompt, *ends[0]]
@@ -106,8 +94,8 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("params", PARAMS)
 def test_tokens_are_the_references(loaded: LoadedModel, params: str) -> None:
     api = FakeFlashInfer(float32=True)
-    expected = conversation(loaded, None, PARAMS[params])
-    assert conversation(loaded, api, PARAMS[params]) == expected
+    expected = conversation(steps_of(loaded, None), PARAMS[params])
+    assert conversation(steps_of(loaded, api), PARAMS[params]) == expected
     assert [len(row) for row in expected] == [12, 11, 11]
     cascades = api.calls.count("merge_state_in_place")
     full = sum(spec.sliding_window == 0 for spec in loaded.config.attention)
@@ -119,4 +107,4 @@ def test_tokens_are_the_references(loaded: LoadedModel, params: str) -> None:
 def test_bfloat16_tokens(tmp_path: Path) -> None:
     save_model("llama", tmp_path, head_dim=64)
     model = load(tmp_path, dtype=torch.bfloat16)
-    assert conversation(model, FakeFlashInfer(), greedy()) == conversation(model, None, greedy())
+    assert conversation(steps_of(model, FakeFlashInfer()), greedy()) == conversation(steps_of(model, None), greedy())

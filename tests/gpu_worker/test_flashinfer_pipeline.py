@@ -20,9 +20,9 @@ from tests.gpu_worker.flashinfer_fake import FakeFlashInfer
 from tests.gpu_worker.flashinfer_scene import FREE
 from tests.gpu_worker.step_player import Player
 from tests.gpu_worker.step_stories import CONTEXT, MAX_TOKENS, PAGES_EACH, SLOTS, Writer
-from tests.gpu_worker.test_flashinfer_engine import Drive, conversation
+from tests.gpu_worker.test_flashinfer_engine import LIMITS, MOST_TOKENS, conversation, steps_of
 from tests.gpu_worker.tiny_models import VOCABULARY, load, save_model
-from tests.gpu_worker.toy_engine import CPU, PAGE, greedy
+from tests.gpu_worker.toy_engine import CPU, PAGE, Steps, greedy
 
 NUM_PAGES = SLOTS * PAGES_EACH
 
@@ -65,11 +65,7 @@ def test_a_conversation_with_groups(loaded: LoadedModel, worth: str, monkeypatch
     api, seen = FakeFlashInfer(float32=True), set()
     monkeypatch.setattr(graphs, "EAGER_BYTES_PER_LAYER", 0 if worth == "cascades" else 1 << 40)
 
-    class Pipelined(Drive):
-        def __init__(self, loaded: LoadedModel, api: FakeFlashInfer) -> None:
-            super().__init__(loaded, api)
-            self.engine = pipelined(loaded, api, self.engine.slots.limits, 256)  # type: ignore[assignment]
-
+    class Watched(Steps):
         def step(self, decode: list[int] | None = None, **fields: Any) -> Any:
             merges = api.calls.count("merge_state_in_place")
             result = super().step(decode, **fields)
@@ -77,7 +73,7 @@ def test_a_conversation_with_groups(loaded: LoadedModel, worth: str, monkeypatch
             seen.add((self.engine.stats.is_cuda_graph, cascade))
             return result
 
-    expected = conversation(loaded, None, greedy())
-    assert conversation(loaded, api, greedy(), Pipelined) == expected
+    expected = conversation(steps_of(loaded, None), greedy())
+    assert conversation(Watched(pipelined(loaded, api, LIMITS, MOST_TOKENS)), greedy()) == expected
     assert ((True, False) in seen) == (worth == "graphs")
     assert (False, True) in seen

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 import torch
 
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.cuda.start import graph_device, split
 from services.gpu_worker.engine import Engine
+from services.gpu_worker.executor import StepEngine
 from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.slots import SlotLimits
 from shared.ints import pack, unpack
@@ -67,16 +66,11 @@ class ToyRunner:
         return np.full_like(logits, np.nan) if tokens[-1] in self.broken_tokens else logits
 
 
-class Bench:
-    """An engine on the toy model; steps are numbered by themselves."""
+class Steps:
+    """An engine whose steps are numbered by themselves."""
 
-    def __init__(
-        self, slots: int = 8, pages: int = 64, context: int = 64, max_tokens: int = 64, vocab: int = VOCAB
-    ) -> None:
-        self.runner = ToyRunner(pages, vocab=vocab)
-        self.limits = SlotLimits(slots, pages, PAGE, context, vocab)
-        # In one piece; in two halves where the tests are run with the switch of `cuda.start`.
-        self.engine = cast(Engine, split(Engine(self.runner, self.limits, max_tokens, CPU), graph_device(CPU)))
+    def __init__(self, engine: StepEngine) -> None:
+        self.engine = engine
         self.masks: dict[int, tuple[bytes, bytes]] = {}
         self.steps = 0
 
@@ -84,6 +78,20 @@ class Bench:
         command = StepCommand(step_id=self.steps, epoch=1, decode_slots=pack(decode or []), **fields)  # type: ignore[arg-type]
         self.steps += 1
         return self.engine.execute(command, self.masks.__getitem__, incarnation=7)
+
+
+class Bench(Steps):
+    """An engine on the toy model."""
+
+    engine: Engine
+
+    def __init__(
+        self, slots: int = 8, pages: int = 64, context: int = 64, max_tokens: int = 64, vocab: int = VOCAB
+    ) -> None:
+        self.runner = ToyRunner(pages, vocab=vocab)
+        self.limits = SlotLimits(slots, pages, PAGE, context, vocab)
+        # In one piece; in two halves where the tests are run with the switch of `cuda.start`.
+        super().__init__(split(Engine(self.runner, self.limits, max_tokens, CPU), graph_device(CPU)))
 
     def run(self, prompt: list[int], count: int, params: SamplingParams = SamplingParams(), slot: int = 0) -> list[int]:  # noqa: B008
         """Prefill and decode one request alone; its pages are 0, 1, ..."""
