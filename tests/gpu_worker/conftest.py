@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from services.gpu_worker.cuda.start import ON_CPU
 from tests.gpu_worker.tiny_models import save_model
 from tests.gpu_worker.worker_stage import Stage
 
@@ -17,6 +18,12 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("llama")
     save_model("llama", folder)
     return folder
+
+
+@pytest.fixture(params=["", "1"], ids=["whole", "halves"])
+def both_engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that ask the switch of `cuda.start` execute steps in one piece, and in two."""
+    monkeypatch.setenv(ON_CPU, request.param)
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ from tests.gpu_worker.toy_engine import (
 
 PROMPT = [5, 17, 3, 88, 41, 9, 60]
 
+pytestmark = pytest.mark.usefixtures("both_engines")
+
 
 def test_prefill_then_decode_is_the_model() -> None:
     assert Bench().run(PROMPT, 9, greedy()) == toy_greedy(PROMPT, 9)

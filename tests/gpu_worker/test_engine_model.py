@@ -18,6 +18,8 @@ from tests.gpu_worker.toy_engine import Steps, floats, greedy, open_slot, prefil
 
 PAGE = 4
 
+pytestmark = pytest.mark.usefixtures("both_engines")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
