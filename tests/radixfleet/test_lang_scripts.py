@@ -299,13 +299,14 @@ def test_a_script_left_between_two_steps_keeps_nobody_waiting(
 ) -> None:
     evaluate_next = Executor._evaluate_next
     paused: list[Executor] = []
+    left: list[bool] = []
 
     def and_pause_once(self: Executor) -> None:
         evaluate_next(self)
         if not paused:
             paused.append(self)
             with self.run.changed:
-                self.run.changed.wait_for(lambda: self.run.cancelled, 20)
+                left.append(self.run.changed.wait_for(lambda: self.run.cancelled, 20))
 
     monkeypatch.setattr(Executor, "_evaluate_next", and_pause_once)
 
@@ -317,6 +318,7 @@ def test_a_script_left_between_two_steps_keeps_nobody_waiting(
             raise ValueError(s["a"])
 
     first, second = program.run_batch([(True,), (False,)], temperature=0, num_threads=1, on_error="keep")
+    assert left == [True]
     assert isinstance(first.error(), ValueError)
     assert second["b"]
 
