@@ -13,9 +13,7 @@ from services.gpu_worker.attention.page_lists import keys_read, page_lists
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.kv_cache import as_bytes
 from tests.gpu_worker.flashinfer_fake import FakeFlashInfer, Refused
-from tests.gpu_worker.flashinfer_scene import FREE, Scene
-
-EXACT = {"rtol": 0.0, "atol": 5e-6}
+from tests.gpu_worker.flashinfer_scene import EXACT, FREE, Scene
 
 
 def check(scene: Scene) -> FakeFlashInfer:
@@ -87,8 +85,7 @@ def test_head_sizes_and_groups(dim: int, group: int) -> None:
 def test_half_precision(dtype: torch.dtype) -> None:
     scene = Scene([40, 17], [(20, 12)], dtype=dtype)
     actual = scene.layers(scene.backend(FakeFlashInfer()))
-    for one, two in zip(actual, scene.expected(), strict=True):
-        torch.testing.assert_close(one, two, rtol=torch.finfo(dtype).eps, atol=1e-3)
+    torch.testing.assert_close(actual, scene.expected(), rtol=torch.finfo(dtype).eps, atol=1e-3)
 
 
 @pytest.mark.parametrize("costs", [None, FREE])
@@ -97,8 +94,9 @@ def test_keys_of_8_bits_with_scales(costs: CascadeCosts | None) -> None:
     scene = Scene([100, 70], [(20, 12)], [([0, 1], 3)], dtype=torch.bfloat16, scales=scales)
     cache, other = scene.cache(), scene.cache()
     actual = scene.layers(scene.backend(FakeFlashInfer(), cache, costs))
-    for one, two in zip(actual, scene.layers(ReferenceAttention(other)), strict=True):
-        torch.testing.assert_close(one, two, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=4e-3)
+    torch.testing.assert_close(
+        actual, scene.layers(ReferenceAttention(other)), rtol=2 * torch.finfo(torch.bfloat16).eps, atol=4e-3
+    )
     for one, two in zip(cache.layers, other.layers, strict=True):
         assert torch.equal(as_bytes(one), as_bytes(two))
 

@@ -12,7 +12,7 @@ from services.gpu_worker.attention.base import AttentionSpec
 from services.gpu_worker.attention.cascade import Cascade, CascadeCosts, choose
 from services.gpu_worker.batch import HostColumns, SharedGroup
 from tests.gpu_worker.flashinfer_fake import FakeFlashInfer
-from tests.gpu_worker.flashinfer_scene import FREE, Scene
+from tests.gpu_worker.flashinfer_scene import EXACT, FREE, Scene
 
 PAGE = 16
 LLAMA_8B = CascadeCosts(bytes_per_key=2 * 8 * 128 * 2, bytes_per_row=32 * (128 * 2 + 4))
@@ -130,8 +130,7 @@ def scenes(draw: st.DrawFn) -> Scene:
 @given(scene=scenes())
 def test_a_cascade_equals_plain_decode(scene: Scene) -> None:
     actual = scene.layers(scene.backend(FakeFlashInfer(float32=True), costs=FREE))
-    for one, two in zip(actual, scene.expected(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0.0, atol=5e-6)
+    torch.testing.assert_close(actual, scene.expected(), **EXACT)
 
 
 def test_it_does_cascade() -> None:
@@ -157,15 +156,13 @@ def test_steps_with_and_without_groups_alternate() -> None:
     alone = Scene([100, 90], [], [([0, 1], 4)])
     alone.groups = []
     for scene in (together, alone, together):
-        for one, two in zip(scene.layers(attention), together.expected(), strict=True):
-            torch.testing.assert_close(one, two, rtol=0.0, atol=5e-6)
+        torch.testing.assert_close(scene.layers(attention), together.expected(), **EXACT)
 
 
 def test_half_precision_rounds_the_parts_only() -> None:
     scene = Scene([100, 90, 70], [], [([0, 2], 4)], dtype=torch.bfloat16)
     actual = scene.layers(scene.backend(FakeFlashInfer(), costs=FREE))
-    for one, two in zip(actual, scene.expected(), strict=True):
-        torch.testing.assert_close(one, two, rtol=2 * torch.finfo(torch.bfloat16).eps, atol=2e-3)
+    torch.testing.assert_close(actual, scene.expected(), rtol=2 * torch.finfo(torch.bfloat16).eps, atol=2e-3)
 
 
 def test_the_gain_is_what_is_not_read() -> None:

@@ -8,7 +8,7 @@ import torch
 from services.gpu_worker.attention.base import AttentionSpec
 from services.gpu_worker.attention.reference import ReferenceAttention
 from tests.gpu_worker.flashinfer_fake import FakeFlashInfer, Refused
-from tests.gpu_worker.flashinfer_scene import FREE, Scene
+from tests.gpu_worker.flashinfer_scene import EXACT, FREE, Scene
 
 SPECS = (AttentionSpec(0.125), AttentionSpec(0.2, 20), AttentionSpec(0.125))
 
@@ -20,8 +20,7 @@ def test_replays_follow_the_plan() -> None:
     graph.plan(first.batch())
     with api.capture() as calls:
         out = [graph.forward(layer, first.q, first.k, first.v, spec) for layer, spec in enumerate(SPECS)]
-    for one, two in zip(out, first.expected(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0.0, atol=5e-6)
+    torch.testing.assert_close(out, first.expected(), **EXACT)
     addresses = [tensor.data_ptr() for tensor in out]
     for scene in (later, first, later):
         # A replay's inputs are where they were when it was captured.
@@ -34,8 +33,7 @@ def test_replays_follow_the_plan() -> None:
         for call in calls:
             call()
         actual = [tensor.clone() for tensor in out]
-        for one, two in zip(actual, scene.layers(expected), strict=True):
-            torch.testing.assert_close(one, two, rtol=0.0, atol=5e-6)
+        torch.testing.assert_close(actual, scene.layers(expected), **EXACT)
     assert [tensor.data_ptr() for tensor in out] == addresses
 
 
@@ -70,8 +68,7 @@ def test_bytes_are_counted_once_a_plan() -> None:
 def test_groups_are_read_row_by_row() -> None:
     scene, api = Scene([70, 60], [], [([0, 1], 3)]), FakeFlashInfer(float32=True)
     graph = scene.backend(api, costs=FREE).graph_backend(2, 5)
-    for one, two in zip(scene.layers(graph), scene.expected(), strict=True):
-        torch.testing.assert_close(one, two, rtol=0.0, atol=5e-6)
+    torch.testing.assert_close(scene.layers(graph), scene.expected(), **EXACT)
     assert "merge_state_in_place" not in api.calls
 
 
@@ -92,7 +89,7 @@ def test_graphs_of_other_sizes_between_replays() -> None:
         graph.plan(scene.batch())
         for call in calls:
             call()
-        torch.testing.assert_close(out, scene.expected()[0], rtol=0.0, atol=5e-6)
+        torch.testing.assert_close(out, scene.expected()[0], **EXACT)
 
 
 def test_graphs_of_several_sizes_and_eager_steps_share_a_cache() -> None:
@@ -101,5 +98,4 @@ def test_graphs_of_several_sizes_and_eager_steps_share_a_cache() -> None:
     attention = scene.backend(api, cache)
     graphs = {size: attention.graph_backend(size, 4) for size in (1, 2, 4)}
     for backend in (graphs[2], attention, graphs[2]):
-        for one, two in zip(scene.layers(backend), scene.expected(), strict=True):
-            torch.testing.assert_close(one, two, rtol=0.0, atol=5e-6)
+        torch.testing.assert_close(scene.layers(backend), scene.expected(), **EXACT)
