@@ -123,6 +123,9 @@ class FlashInferApi(Protocol):
 def import_flashinfer() -> FlashInferApi:
     """The installed package; the first import takes many seconds. Raises FlashInferMissing."""
     find_build_tool()
+    # On some cards "auto" is cuDNN for some batch sizes: no kernel that was tried at start, and one whose plan fetches
+    # the page ids from the device.
+    os.environ.setdefault("FLASHINFER_DECODE_AUTO_CUDNN", "0")
     try:
         module = importlib.import_module("flashinfer")
     except (ImportError, OSError, RuntimeError) as error:  # a library of CUDA that is missing is an OSError

@@ -23,7 +23,7 @@ from services.gpu_worker.attention.flashinfer_parts import (
     Writer,
     plan_options,
 )
-from services.gpu_worker.attention.page_lists import keys_read, page_lists
+from services.gpu_worker.attention.page_lists import keys_read, page_spans
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.kv_cache import KV_LAYOUT
 
@@ -93,12 +93,12 @@ class GraphDecode:
         host, shape = batch.host_columns(), self._shape
         if batch.num_rows != self._batch_size or batch.num_decode_rows != self._batch_size:
             raise ValueError(f"a graph of {self._batch_size} decode rows was planned for {batch.num_rows} rows")
-        lists = page_lists(host.page_tables, host.kv_lengths, shape.page_size)
-        if int(np.diff(lists.indptr).max()) > self._max_pages:
+        spans = page_spans(host.kv_lengths, shape.page_size, batch.page_tables.shape[1])
+        if int(np.diff(spans.indptr).max()) > self._max_pages:
             raise ValueError(f"a graph for at most {self._max_pages} pages a row was planned for more")
         self._fence.wait()
         self._writer.plan(batch.kv_slots)
-        pages = PlannedPages.of(lists, shape.device)
+        pages = PlannedPages.gathered(spans, batch.page_tables)
         for spec, wrapper in self._wrappers.items():
             wrapper.plan(
                 pages.indptr,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from services.gpu_worker.attention.base import AttentionSpec
 from services.gpu_worker.attention.flashinfer_api import FlashInferApi
-from services.gpu_worker.attention.page_lists import PageLists
+from services.gpu_worker.attention.page_lists import PageLists, PageSpans
 from services.gpu_worker.kv_cache import KV_LAYOUT, KVCache, to_fp8
 from services.gpu_worker.models.config import ModelConfig
 
@@ -160,7 +160,11 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPages:
-    """PageLists as tensors: ends and lengths stay on the host, where planning reads them, page numbers go up."""
+    """PageLists as tensors: ends and lengths stay on the host, where planning reads them, page ids are on the device.
+
+    No plan that this worker makes copies the ids back: of 0.7.4 only cuDNN's decode does, which `import_flashinfer`
+    keeps "auto" from.
+    """
 
     indptr: torch.Tensor
     indices: torch.Tensor
@@ -168,16 +172,38 @@ class PlannedPages:
 
     @classmethod
     def of(cls, lists: PageLists, device: torch.device) -> PlannedPages:
+        """With ids that go up."""
         return cls(pinned(lists.indptr, device), upload(lists.indices, device), pinned(lists.last_page_len, device))
 
+    @classmethod
+    def gathered(cls, spans: PageSpans, tables: torch.Tensor) -> PlannedPages:
+        """With ids from tables int32 [R, P] that are on the device: what goes up does not grow with the pages."""
+        device = tables.device
+        return cls(pinned(spans.indptr, device), gather_pages(spans, tables), pinned(spans.last_page_len, device))
 
-def pinned(values: NDArray[np.int32], device: torch.device) -> torch.Tensor:
+
+def gather_pages(spans: PageSpans, tables: torch.Tensor) -> torch.Tensor:
+    """As `spans.pages`, int32 on the device of the tables [R, P], and without waiting for it.
+
+    span    0 0 1 1 1     place in the table  =  base[span] + ordinal
+    ordinal 0 1 2 3 4     base                =  row * P + start - indptr
+    """
+    bases = spans.rows * tables.shape[1] + spans.starts - spans.indptr[:-1]
+    sent = upload(np.stack([np.diff(spans.indptr).astype(np.int64), bases]), tables.device)
+    # With its size given, nobody has to ask the device for the sum of the counts.
+    owners = torch.repeat_interleave(sent[0], output_size=spans.num_pages)
+    places = sent[1].index_select(0, owners)
+    places += torch.arange(spans.num_pages, device=tables.device)
+    return tables.reshape(-1).index_select(0, places)
+
+
+def pinned(values: NDArray[np.int32] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """A tensor of the host that copies to `device` without anybody waiting."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
-def upload(values: NDArray[np.int32], device: torch.device) -> torch.Tensor:
+def upload(values: NDArray[np.int32] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """The values on `device`, in the order of its stream."""
     return pinned(values, device).to(device, non_blocking=True)
 

@@ -21,7 +21,7 @@ from services.gpu_worker.attention.flashinfer_parts import (
     plan_options,
     upload,
 )
-from services.gpu_worker.attention.page_lists import keys_read, page_lists
+from services.gpu_worker.attention.page_lists import Int32s, keys_read, page_spans
 from services.gpu_worker.batch import ForwardBatch, HostColumns
 from services.gpu_worker.kv_cache import KV_LAYOUT
 
@@ -37,15 +37,19 @@ class StepPages:
     @cached_property
     def decode(self) -> PlannedPages:
         """Of decode rows alone."""
-        return self._planned(slice(self.batch.num_decode_rows))
+        return self._whole(0, self.batch.num_decode_rows)
 
     @cached_property
     def prefill(self) -> PlannedPages:
-        return self._planned(slice(self.batch.num_decode_rows, None))
+        return self._whole(self.batch.num_decode_rows, self.batch.num_rows)
 
-    def _planned(self, part: slice) -> PlannedPages:
-        lists = page_lists(self.host.page_tables[part], self.host.kv_lengths[part], self._shape.page_size)
-        return PlannedPages.of(lists, self._shape.device)
+    def cut(self, rows: Int32s, lengths: Int32s, skip: Int32s | None = None) -> PlannedPages:
+        """Of `rows` [n] the pages of their first `lengths` [n] tokens, without the first `skip` [n] pages of each."""
+        tables = self.batch.page_tables
+        return PlannedPages.gathered(page_spans(lengths, self._shape.page_size, tables.shape[1], skip, rows), tables)
+
+    def _whole(self, first: int, end: int) -> PlannedPages:
+        return self.cut(np.arange(first, end, dtype=np.int32), self.host.kv_lengths[first:end])
 
 
 class SpecPass:
