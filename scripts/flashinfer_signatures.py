@@ -27,6 +27,8 @@ WANTED = {
     ],
     "page": ["append_paged_kv_cache"],
     "cascade": ["merge_state_in_place"],
+    "comm/allreduce": ["create_allreduce_fusion_workspace", "allreduce_fusion"],
+    "comm/trtllm_ar": ["get_trtllm_comm_module"],
     "fused_moe/core": ["cutlass_fused_moe", "cutlass_fused_moe_workspace_size"],
 }
 

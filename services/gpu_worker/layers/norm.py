@@ -20,3 +20,11 @@ def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     if weight.dim() == 1:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x, x.shape[-1:], None, eps) * weight
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x is added to `residual` in place; the sum normalised, and the sum."""
+    residual += x
+    return rms_norm(residual, weight, eps), residual

@@ -5,6 +5,7 @@ Leaves attention over the paged cache to a backend and the reading of files to `
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection
 from functools import partial
@@ -18,7 +19,7 @@ from services.gpu_worker.kernels.library import Library
 from services.gpu_worker.layers.linear import Linear, MakeProduct
 from services.gpu_worker.layers.mlp import GatedMlp
 from services.gpu_worker.layers.moe import ExpertsMaker, SparseMlp
-from services.gpu_worker.layers.norm import rms_norm
+from services.gpu_worker.layers.norm import add_norm, rms_norm
 from services.gpu_worker.layers.rotary import Rotary, rotate
 from services.gpu_worker.models.families import DecoderConfig
 from services.gpu_worker.models.kv_scales import is_kv_scale
@@ -68,7 +69,7 @@ class DecoderLayer:
             if config.qk_norm
             else None
         )
-        self._summed = group.sum if group is not None else _as_it_is
+        self._add_norm = group.sum_add_norm if group is not None else add_norm
 
     def linears(self) -> tuple[Linear, ...]:
         """All products but those of experts."""
@@ -81,16 +82,24 @@ class DecoderLayer:
             linear.place(device)
 
     def forward(
-        self, x: torch.Tensor, rope: RopeTables, attention: AttentionBackend, keep: torch.Tensor | None
-    ) -> torch.Tensor:
-        """x [T, hidden] (changed in place) -> [T, hidden], or only the rows `keep` [L] once attention is done."""
-        q, k, v = self._project(rms_norm(x, self.input_norm, self._eps), rope)
+        self,
+        normed: torch.Tensor,
+        x: torch.Tensor,
+        rope: RopeTables,
+        attention: AttentionBackend,
+        next_norm: torch.Tensor,
+        keep: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, hidden] (changed in place), also normalised by `input_norm` -> the next x, first by `next_norm`.
+
+        With `keep` [L] these are only its rows.
+        """
+        q, k, v = self._project(normed, rope)
         mixed = attention.forward(self.index, q, k, v, self.spec).reshape(x.shape[0], -1)
         if keep is not None:
             x, mixed = x[keep], mixed[keep]
-        x += self._summed(self.output(mixed))
-        x += self._summed(self.mlp(rms_norm(x, self.mlp_norm, self._eps)))
-        return x
+        normed, x = self._add_norm(self.output(mixed), x, self.mlp_norm, self._eps)
+        return self._add_norm(self.mlp(normed), x, next_norm, self._eps)
 
     def _project(self, x: torch.Tensor, rope: RopeTables) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, hidden] -> q [T, Hq, D], k and v [T, Hkv, D], normalised and rotated as the layer wants."""
@@ -158,11 +167,11 @@ class Decoder:
         x = F.embedding(batch.token_ids, self.embedding)
         if self._native is not None and self._native.takes(batch.num_tokens):
             x = self._native.layers(x, self._rotary.halves(batch.positions), batch.logit_rows, attention)
-        else:
-            x = self._layer_by_layer(x, batch, attention)
+            return self._native.logits(x)
+        normed, x = self._layer_by_layer(x, batch, attention)
         if self._native is not None and self._native.takes(x.shape[0]):
             return self._native.logits(x)
-        logits = self.head(rms_norm(x, self.final_norm, self.config.norm_eps)).float()
+        logits = self.head(normed).float()
         return logits if self._group is None else self._gather(logits, self._group)
 
     def _gather(self, logits: torch.Tensor, group: TensorGroup) -> torch.Tensor:
@@ -171,12 +180,15 @@ class Decoder:
         whole = group.gather_columns(F.pad(logits, (0, missing)) if missing else logits)
         return logits if whole is None else whole[:, : self.config.vocab_size]
 
-    def _layer_by_layer(self, x: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
-        """[T, hidden] -> the rows whose logits are wanted, [L, hidden]."""
+    def _layer_by_layer(
+        self, x: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, hidden] -> the rows whose logits are wanted, [L, hidden], first normalised, then as they are."""
         rope = self._rotary.tables(batch.positions)
-        for layer in self.layers[:-1]:
-            x = layer.forward(x, rope, attention, None)
-        return self.layers[-1].forward(x, rope, attention, batch.logit_rows)
+        normed = rms_norm(x, self.layers[0].input_norm, self.config.norm_eps)
+        for layer, following in itertools.pairwise(self.layers):
+            normed, x = layer.forward(normed, x, rope, attention, following.input_norm, None)
+        return self.layers[-1].forward(normed, x, rope, attention, self.final_norm, batch.logit_rows)
 
     def targets(self, names: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Every tensor a checkpoint must have, by its name there, as the place it belongs in.
@@ -246,10 +258,6 @@ class Decoder:
         for layer in self.layers:
             if isinstance(layer.mlp, SparseMlp):
                 layer.mlp.prepare(make_experts, tiles=self._tiles)
-
-
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:

@@ -76,6 +76,8 @@ def load_own(folder: ModelFolder, decoder: DecoderConfig, options: LoadOptions) 
         raise ModelError(
             "--quantization int8 needs the CPU kernels: native attention on a CPU, bfloat16 or float32, one rank"
         )
+    if options.group is not None and not options.deterministic:
+        options.group.fuse(decoder.hidden, dtype, options.device)
     model.finish_loading(kernels, int8=int8, make_experts=_experts_maker(decoder, dtype, options))
     config = ModelConfig(
         architecture=folder.architecture,

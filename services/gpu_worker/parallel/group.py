@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
+from services.gpu_worker.layers.norm import add_norm
+from services.gpu_worker.parallel.fused import FusedSum, fused_sum
+
 DEVICE_TIMEOUT = timedelta(minutes=5)
 """Within a step ranks wait for each other's kernels, or for one of them to compile some at its first step."""
 FOREVER = timedelta(days=365)
@@ -40,10 +43,14 @@ class Meeting:
 class TensorGroup:
     """Collective operations of one group; every rank calls the same ones in the same order, from one thread."""
 
-    def __init__(self, rank: int, size: int, on_device: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, on_device: dist.ProcessGroup | None = None, *, one_machine: bool = False
+    ) -> None:
         self.rank = rank
         self.size = size
         self._on_device = on_device  # None: the default group, for tensors of CPUs
+        self._one_machine = one_machine
+        self._fused: FusedSum | None = None
 
     @staticmethod
     def join(meeting: Meeting, device: torch.device) -> TensorGroup:
@@ -55,7 +62,7 @@ class TensorGroup:
         if device.type == "cuda":
             # With its device named it connects here and now, not within the first step or a captured one.
             on_device = dist.new_group(backend="nccl", timeout=DEVICE_TIMEOUT, device_id=device)
-        group = TensorGroup(meeting.rank, meeting.size, on_device)
+        group = TensorGroup(meeting.rank, meeting.size, on_device, one_machine=_tcp_address(meeting) is None)
         group.least(0)  # all are through with the meeting place: rank 0 may remove it
         return group
 
@@ -68,6 +75,21 @@ class TensorGroup:
         if x.numel():
             dist.all_reduce(x, group=self._on_device)
         return x
+
+    def fuse(self, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Have `sum_add_norm` done by one kernel where there is one for these sizes."""
+        self._fused = fused_sum(self, one_machine=self._one_machine, hidden=hidden, dtype=dtype, device=device)
+
+    def sum_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of x [T, n] over all ranks plus `residual`, first normalised by `weight` [n], then as it is.
+
+        Both x and `residual` may be overwritten.
+        """
+        if self._fused is not None and self._fused.takes(x):
+            return self._fused(x, residual, weight, eps)
+        return add_norm(self.sum(x), residual, weight, eps)
 
     def gather_columns(self, part: torch.Tensor) -> torch.Tensor | None:
         """[rows, c] of every rank -> [rows, size * c] on rank 0, None elsewhere; `rows` is the same on all."""
@@ -96,9 +118,14 @@ class TensorGroup:
 
 
 def _store(meeting: Meeting) -> Store:
-    host, colon, port = meeting.place.rpartition(":")
-    if colon and port.isdigit():
-        return TCPStore(host, int(port), meeting.size, is_master=meeting.rank == 0)
+    if (address := _tcp_address(meeting)) is not None:
+        return TCPStore(*address, meeting.size, is_master=meeting.rank == 0)
     # Ranks on one machine listen to nobody else.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return FileStore(meeting.place, meeting.size)
+
+
+def _tcp_address(meeting: Meeting) -> tuple[str, int] | None:
+    """None: the ranks meet in a file, on one machine."""
+    host, colon, port = meeting.place.rpartition(":")
+    return (host, int(port)) if colon and port.isdigit() else None
