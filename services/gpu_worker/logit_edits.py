@@ -46,10 +46,6 @@ class SlotEdits:
         lasting = edits.history is not None or len(edits.bias_ids) > 0
         return edits if lasting or edits.min_new_tokens > 0 else None
 
-    def changes(self, position: int) -> bool:
-        """Whether the logits of the token drawn at `position` are anything but the model's."""
-        return self.history is not None or len(self.bias_ids) > 0 or self.forbids_stop(position)
-
     def forbids_stop(self, position: int) -> bool:
         """Whether the token drawn at `position` must not be a stop token."""
         return position - self.prompt_length < self.min_new_tokens

@@ -144,6 +144,11 @@ def _settle(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:
     for row, (slot, token) in enumerate(zip(who.tolist(), tokens.tolist(), strict=True)):
         if token in slots.stops[slot]:
             slots.ended[slot] |= may_stop(slots, slot, int(positions[row]))
+    extend_answers(who, positions, tokens, slots)
+
+
+def extend_answers(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:
+    """Count tokens [n] drawn for slots `who` at `positions`, -1 or less: none, for those who are penalised for them."""
     for row in np.flatnonzero(slots.edited[who]).tolist():
         edits = slots.edits[int(who[row])]
         if edits is not None and edits.history is not None and tokens[row] >= 0:

@@ -13,6 +13,7 @@ import torch
 
 from services.gpu_worker import device as devices
 from services.gpu_worker.cuda.device import GraphDevice
+from services.gpu_worker.cuda.edits import most_bytes
 from services.gpu_worker.cuda.graphs import DecodeGraphs
 from services.gpu_worker.cuda.start import GraphPlan, graph_device, split
 from services.gpu_worker.engine import Engine
@@ -96,7 +97,8 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
     wish = _wish(config, model, device)
     graph_plan = GraphPlan.of(config, model, wish.max_slots)
     reserved = graph_plan.reserve(model.config, wish.page_size, wish.bytes_per_page)
-    pages = plan_pages(wish, free_before, free_bytes(device) - reserved)
+    counts = most_bytes(wish.max_slots, model.config.vocab_size) if device.type == "cuda" else 0
+    pages = plan_pages(wish, free_before, free_bytes(device) - reserved - counts)
     if group is not None:
         pages = group.least(pages)
     tokens = config.max_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type]

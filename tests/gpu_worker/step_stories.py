@@ -63,10 +63,12 @@ class Story:
 class Writer:
     """Plays the scheduler against a host engine, by default one over the toy model.
 
-    ahead: steps that are sent before a result is heard.
+    ahead: steps that are sent before a result is heard. features: None draws some.
     """
 
-    def __init__(self, seed: int, engine: Engine | None = None, ahead: int = 1) -> None:
+    def __init__(
+        self, seed: int, engine: Engine | None = None, ahead: int = 1, features: set[str] | None = None
+    ) -> None:
         self._random = random.Random(seed)
         self.engine = engine or toy_engine()
         self._vocab = self.engine.slots.limits.vocab_size
@@ -74,7 +76,8 @@ class Writer:
         self._ahead = ahead
         self._seats: list[Seat | None] = [None] * SLOTS
         self._awaited: list[tuple[list[tuple[int, Seat]], StepResult]] = []
-        self._features = {f for f in ("edits", "masks", "scores", "filters", "aborts") if self._random.random() < 0.6}
+        some = {f for f in ("edits", "masks", "scores", "filters", "aborts") if self._random.random() < 0.6}
+        self._features = some if features is None else features
 
     def write(self, steps: int) -> Story:
         story = Story([], self._masks, [])
@@ -177,7 +180,12 @@ class Writer:
             fields["temperature"] = 0.0
         if "edits" in on and rng.random() < 0.4:
             fields |= {"repetition_penalty": 1.4, "frequency_penalty": 0.5} if rng.random() < 0.5 else {}
+            fields["presence_penalty"] = rng.choice([0.0, 1.5])
             fields["min_new_tokens"] = rng.choice([0, 3])
+            if rng.random() < 0.3:
+                ids = [rng.randrange(self._vocab) for _ in range(3)]
+                values = np.array([rng.uniform(-3, 6) for _ in ids], dtype="<f4")
+                fields |= {"logit_bias_ids": pack(ids), "logit_bias_values": values.tobytes()}
         if "scores" in on and rng.random() < 0.3:
             fields |= {"logprobs": 2, "prompt_logprobs_from": 0}
         return SamplingParams(**fields)  # type: ignore[arg-type]

@@ -4,9 +4,9 @@ launch(t)     slots, page tables, forward, sampling: all enqueued, nothing await
 launch(t+1)   its decode rows take the tokens of t where sampling left them, on the device
 complete(t)   tokens of t by pinned memory; a slot that ended here is struck out of t+1, whose row of it has run in vain
 
-What comes out is what `engine.Engine` answers to the same commands. Steps with masks, penalties or other edits of
-logits, and scores are *deferred*: their forward is enqueued ahead like any other, but sampled by `complete`, for that
-needs the tokens of the step before; and the step after them is launched then.
+What comes out is what `engine.Engine` answers to the same commands. Steps with masks or scores are *deferred*: their
+forward is enqueued ahead like any other, but sampled by `complete`, and the step after them is launched then. For masks
+come from automata of the scheduler, which have to read the tokens of the step before, and scores are the host's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.batch_builder import build_batch
 from services.gpu_worker.cuda.device import GraphDevice
+from services.gpu_worker.cuda.edits import DeviceEdits
 from services.gpu_worker.cuda.graphs import DecodeGraphs
 from services.gpu_worker.cuda.launched import Launched
 from services.gpu_worker.cuda.masks import MaskUpload
@@ -33,7 +34,7 @@ from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.outcome import NOT_FINITE, NOTHING_ALLOWED, Outcome
 from services.gpu_worker.pipeline import DEPTH
 from services.gpu_worker.rows import StepRows, plan_rows
-from services.gpu_worker.sampling import may_stop, sample_rows, take_masks
+from services.gpu_worker.sampling import extend_answers, may_stop, sample_rows, take_masks
 from services.gpu_worker.slots import column
 from shared.messages.step import StepCommand, StepResult
 
@@ -51,6 +52,7 @@ class PipelinedEngine:
         self._graphs = graphs
         self._staging = Staging(device)
         self._state = DeviceState(engine.slots.limits, device.device)
+        self._edits = DeviceEdits(engine.slots, device.device)
         self._sampler = DeviceSampler(self._staging)
         self._masks = MaskUpload(device)
         results = device.pinned(DEPTH * 8 * engine.slots.limits.max_slots)
@@ -66,6 +68,7 @@ class PipelinedEngine:
     def reset(self) -> None:
         """Forget all requests and what is under way."""
         self._flight.clear()
+        self._edits.reset()
         self._engine.reset()
 
     def execute(self, command: StepCommand, masks: MaskSource, incarnation: int, queue_ms: float = 0.0) -> StepResult:
@@ -86,7 +89,7 @@ class PipelinedEngine:
         slots.apply(command)
         copies = slots.copy_pairs(command)
         rows = plan_rows(command, slots, self._engine.max_batched_tokens)
-        arrays = table_changes(command, slots)
+        arrays = table_changes(command, slots) | self._edits.seat(command)
         if copies is not None:
             arrays["copy_sources"], arrays["copy_targets"] = copies
         host = build_batch(rows, command, slots, HOST) if rows.num_rows else None
@@ -96,15 +99,15 @@ class PipelinedEngine:
         starts = slots.computed[rows.slots]
         positions = (starts + rows.lengths)[rows.sampling]
         event = self._device.event
-        step = Launched(
-            command, rows, starts, self._is_deferred(command, rows, who, positions), event(), event(), event()
-        )
+        step = Launched(command, rows, starts, self._is_deferred(command, rows, who), event(), event(), event())
+        arrays |= self._edits.chunks(rows, starts)
         if not step.deferred:
             shape, draws = draw_arrays(slots.sampling.rows(who, positions))
-            arrays |= draws
+            arrays |= draws | self._edits.draws(who, positions)
             arrays["who"] = who
         sent = self._staging.send(arrays)
         self._state.update(sent)
+        self._edits.update(sent)
         if copies is not None:
             self.kv_cache.copy_pages(sent["copy_sources"], sent["copy_targets"])
         step.begun.record()
@@ -113,7 +116,10 @@ class PipelinedEngine:
         step.forwarded.record()
         if not step.deferred and len(who):
             assert step.logits is not None
-            self._keep_tokens(step, sample_on_device(step.logits, shape, sent), sent["who"])
+            self._edits.apply(step.logits, sent)
+            tokens = sample_on_device(step.logits, shape, sent)
+            self._edits.count(tokens, sent)
+            self._keep_tokens(step, tokens, sent["who"])
         step.done.record()
         self._account(step, who)
         self._flight.append(step)
@@ -134,15 +140,10 @@ class PipelinedEngine:
         self._count(step, waited_ms)
         return outcome.result(step.command, incarnation, self.stats.forward_ms, waited_ms, queue_ms)
 
-    def _is_deferred(self, command: StepCommand, rows: StepRows, who: Ints, positions: Ints) -> bool:
+    def _is_deferred(self, command: StepCommand, rows: StepRows, who: Ints) -> bool:
         if command.masked_slots or rows.spans or self.slots.scored[who].any():
             return True
-        edited = np.flatnonzero(self.slots.edited[who])
-        return any(self._has_edits(int(who[row]), int(positions[row])) for row in edited)
-
-    def _has_edits(self, slot: int, position: int) -> bool:
-        edits = self.slots.edits[slot]
-        return edits is not None and edits.changes(position)
+        return any(self._edits.defers(slot) for slot in who[self.slots.edited[who]].tolist())
 
     def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, bool]:
         """float32 logits, and whether a graph made them: then they stay until its next replay."""
@@ -187,6 +188,7 @@ class PipelinedEngine:
                 if later is not step:
                     later.skip(slot, slots)
         slots.last_token[who] = outcome.tokens[rows.outputs] = np.maximum(tokens, -1)
+        extend_answers(who, positions, tokens, slots)
 
     def _sample_deferred(self, step: Launched, masks: MaskSource, outcome: Outcome) -> float:
         """As the engine in one piece does it; returns how long the masks were waited for, in milliseconds."""
@@ -204,8 +206,11 @@ class PipelinedEngine:
         if sampling:
             sample_rows(rows, logits[:sampling], held, slots, self._sampler, outcome, self._masks.apply)
             who = rows.slots[rows.sampling]
-            sent = self._staging.send({"who": who, "tokens": np.maximum(slots.last_token[who], 0)})
+            tokens = slots.last_token[who]
+            counted = self._edits.answered(who, slots.computed[who], tokens)
+            sent = self._staging.send({"who": who, "tokens": np.maximum(tokens, 0), **counted})
             self._state.last_token[sent["who"]] = sent["tokens"]
+            self._edits.update(sent)
         step.done.record()
         return waited_ms
 
