@@ -11,7 +11,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class SharedGroup:
-    """Decode rows whose first `num_pages` pages are the same pages."""
+    """Decode rows whose first `num_pages` pages are the same pages.
+
+    A batch's groups are nested: two of them share no row, or the later one's rows are among the earlier one's, and it
+    has more pages.
+    """
 
     rows: torch.Tensor  # int32 [n], indices into the batch's rows
     num_pages: int

@@ -53,21 +53,33 @@ def build_batch(rows: StepRows, command: StepCommand, slots: Slots, device: torc
 
 
 def _groups(rows: StepRows, command: StepCommand, slots: Slots) -> list[tuple[NDArray[np.int32], int]]:
-    """Of each group with two rows or more: its rows and the number of pages they share."""
+    """Of each group with two rows or more: its rows and the number of pages they share. Inner after outer ones."""
     members, sizes, pages = column(command.group_slots), column(command.group_sizes), column(command.group_pages)
     if len(sizes) != len(pages) or sizes.sum() != len(members) or (sizes < 0).any():
         raise ProtocolError("the columns of shared groups do not fit together")
-    if len(np.unique(members)) != len(members):
-        raise ProtocolError("a slot is in two shared groups, or twice in one")
+    parts = [part.tolist() for part in np.split(members, np.cumsum(sizes)[:-1])]
+    _require_nested(parts, pages.tolist())
     row_of = {slot: row for row, slot in enumerate(rows.slots[: rows.num_decode].tolist())}
     groups: list[tuple[NDArray[np.int32], int]] = []
-    for slots_of, count in zip(np.split(members, np.cumsum(sizes)[:-1]), pages.tolist(), strict=True):
-        present = [row_of[slot] for slot in slots_of.tolist() if slot in row_of]
+    for slots_of, count in zip(parts, pages.tolist(), strict=True):
+        present = [row_of[slot] for slot in slots_of if slot in row_of]
         if len(present) < 2 or count <= 0:
             continue
         _require_shared(rows.slots[present], count, slots)
         groups.append((np.array(present, dtype=np.int32), count))
     return groups
+
+
+def _require_nested(groups: list[list[int]], pages: list[int]) -> None:
+    """Each slot once in a group; a group that shares slots with earlier ones lies in the innermost of them."""
+    innermost: dict[int, int] = {}
+    for group, members in enumerate(groups):
+        around = {innermost.get(slot, -1) for slot in members}
+        if len(set(members)) != len(members) or len(around) > 1:
+            raise ProtocolError("a slot is twice in a shared group, or in two shared groups that are not nested")
+        if members and (outer := around.pop()) >= 0 and pages[group] <= pages[outer]:
+            raise ProtocolError("of two shared groups with a slot in common the inner one has no pages of its own")
+        innermost.update(dict.fromkeys(members, group))
 
 
 def _require_shared(members: Ints, count: int, slots: Slots) -> None:

@@ -130,12 +130,17 @@ class _Wrapper:
         require(a["pos_encoding_mode"] == "NONE", "rope twice")
 
     @staticmethod
-    def _check_lists(*lists: torch.Tensor, page_size: int) -> None:
+    def _check_lists(*lists: torch.Tensor, page_size: int, empty: bool = False) -> None:
+        """empty: rows without pages may be among them."""
         require(all(t.dtype == torch.int32 and t.is_contiguous() for t in lists), "a page list is not plain int32")
         indptr, indices, last = lists
         require(len(indptr) == len(last) + 1 and int(indptr[0]) == 0, "kv indptr does not fit")
-        require(bool((indptr.diff() > 0).all()) and int(indptr[-1]) == len(indices), "kv indptr is no partition")
-        require(bool((last >= 1).all() and (last <= page_size).all()), "last_page_len is not 1 .. page size")
+        counts = indptr.diff()
+        require(
+            bool((counts >= (0 if empty else 1)).all()) and int(indptr[-1]) == len(indices), "kv indptr is no partition"
+        )
+        fits = torch.where(counts > 0, (last >= 1) & (last <= page_size), last == 0)
+        require(bool(fits.all()), "last_page_len is not 1 .. page size, or not 0 without pages")
 
     def _run(self, a: dict[str, Any]) -> Any:
         plan = self.planned
@@ -158,13 +163,18 @@ class _Wrapper:
         out.fill_(math.nan)
         ends, begins = self.indptr[1:].tolist(), self.indptr[:-1].tolist()
         for row, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            first, last = int(self.queries[row]), int(self.queries[row + 1])
+            if begin == end:  # nothing to see: zeros that weigh nothing
+                out[first:last] = 0
+                if lse is not None:
+                    lse[first:last] = -math.inf
+                continue
             pages = self.indices[begin:end].long()
             require(int(pages.min()) >= 0 and int(pages.max()) < len(cache), "a page that is not in the cache")
             length = (end - begin - 1) * size + int(self.last_page_len[row])
             keys, values = (
                 as_bytes(cache)[pages].view(cache.dtype).float().permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
             )
-            first, last = int(self.queries[row]), int(self.queries[row + 1])
             mixed, sums = _attention(q[first:last].float(), keys, values, plan, a["k_scale"] or 1.0)
             out[first:last] = (mixed * (a["v_scale"] or 1.0)).to(out.dtype)
             if lse is not None:
@@ -243,7 +253,7 @@ class FakePrefill(_Wrapper):
         self._check_plan(a, a["head_dim_qk"])
         require(a["custom_mask"] is None and a["head_dim_vo"] in (None, a["head_dim_qk"]), "not faked")
         lists = a["paged_kv_indptr"], a["paged_kv_indices"], a["paged_kv_last_page_len"]
-        self._check_lists(*lists, page_size=a["page_size"])
+        self._check_lists(*lists, page_size=a["page_size"], empty=not a["causal"])
         queries = a["qo_indptr"]
         require(queries.dtype == torch.int32 and len(queries) == len(lists[0]), "qo_indptr does not fit")
         require(int(queries[0]) == 0 and bool((queries.diff() > 0).all()), "qo_indptr is no partition")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gpu_worker.attention.base import AttentionSpec
-from services.gpu_worker.attention.cascade import Cascade, CascadeCosts, choose
+from services.gpu_worker.attention.cascade import MAX_LEVELS, Cascade, CascadeCosts, choose
 from services.gpu_worker.batch import HostColumns, SharedGroup
 from tests.gpu_worker.flashinfer_fake import FakeFlashInfer
 from tests.gpu_worker.flashinfer_scene import EXACT, FREE, Scene
@@ -38,22 +41,55 @@ def chosen(
     return choose(*host(lengths, groups), len(lengths), PAGE, window, costs)
 
 
+def levels_of(cascade: Cascade, columns: HostColumns) -> list[list[tuple[list[int], list[int]]]]:
+    """Of each level its requests: the rows, and the pages they read."""
+    found = []
+    for level in cascade.levels:
+        ids, ends = level.pages.pages(columns.page_tables).tolist(), level.pages.indptr.tolist()
+        rows = np.split(cascade.order, level.qo_indptr[1:])[:-1]
+        pages = [ids[begin:end] for begin, end in pairwise(ends)]
+        found.append([(part.tolist(), read) for part, read in zip(rows, pages, strict=True)])
+    return found
+
+
 def test_the_cut() -> None:
-    cascade = chosen([100, 50, 90, 60], [([2, 0], 3), ([1, 3], 2)])
+    columns, groups = host([100, 50, 90, 60], [([2, 0], 3), ([1, 3], 2)])
+    cascade = choose(columns, groups, 4, PAGE, 0, FREE)
     assert cascade is not None
-    assert (cascade.order.tolist(), cascade.grouped) == ([2, 0, 1, 3], 4)
-    assert cascade.qo_indptr.tolist() == [0, 2, 4]
+    assert levels_of(cascade, columns) == [[([0, 2], [2000, 2001, 2002]), ([1, 3], [1000, 1001])]]
+    assert cascade.levels[0].pages.last_page_len.tolist() == [PAGE, PAGE]
     assert cascade.skip.tolist() == [3, 2, 3, 2]
-    assert cascade.shared.indices.tolist() == [2000, 2001, 2002, 1000, 1001]
-    assert (cascade.shared.indptr.tolist(), cascade.shared.last_page_len.tolist()) == ([0, 3, 5], [PAGE, PAGE])
-    assert (cascade.shared_keys, cascade.in_order) == (5 * PAGE, False)
-    private = cascade.private(host([100, 50, 90, 60], [([2, 0], 3), ([1, 3], 2)])[0], PAGE)
-    assert private.indptr.tolist() == [0, 3, 7, 9, 11]
-    assert private.indices.tolist() == [2003, 2004, 2005, 3, 4, 5, 6, 1002, 1003, 3002, 3003]
+    assert (cascade.saved_keys(PAGE), cascade.in_order) == (5 * PAGE, False)
+    private = cascade.private(columns, PAGE)
+    assert private.indptr.tolist() == [0, 4, 7, 9, 11]
+    assert private.pages(columns.page_tables).tolist() == [3, 4, 5, 6, 2003, 2004, 2005, 1002, 1003, 3002, 3003]
+
+
+def test_the_cut_of_nested_groups() -> None:
+    """Rows 0 to 5 share two pages; 4 and 5 two more; 1 and 2 one more; 7 and 8 share one."""
+    columns, groups = host([100] * 9, [([5, 4, 3, 2, 1, 0], 2), ([7, 8], 1), ([5, 4], 4), ([1, 2], 3)])
+    cascade = choose(columns, groups, 9, PAGE, 0, FREE)
+    assert cascade is not None
+    assert cascade.order.tolist() == [1, 2, 4, 5, 0, 3, 7, 8, 6]
+    first, second = levels_of(cascade, columns)
+    assert first == [([1, 2, 4, 5, 0, 3], [5000, 5001]), ([7, 8], [7000])]
+    assert second == [([1, 2], [1002]), ([4, 5], [5002, 5003])]
+    assert cascade.skip.tolist() == [2, 3, 3, 2, 4, 4, 0, 1, 1]
+    assert cascade.saved_keys(PAGE) == (5 * 2 + 1 * 1 + 1 * 2 + 1 * 1) * PAGE
+
+
+def test_rows_between_the_groups_of_a_level_are_a_request_without_pages() -> None:
+    outer = ([0, 1, 2], 1), ([3, 4, 5], 1)
+    columns, groups = host([100] * 6, [*outer, ([0, 1], 2), ([3, 4], 2)])
+    cascade = choose(columns, groups, 6, PAGE, 0, FREE)
+    assert cascade is not None
+    assert levels_of(cascade, columns)[1] == [([0, 1], [1]), ([2], []), ([3, 4], [3001])]
+    assert cascade.levels[1].pages.last_page_len.tolist() == [PAGE, 0, PAGE]
+    assert cascade.in_order
 
 
 def test_rows_in_order_need_no_gather() -> None:
-    for groups, in_order in (([([0, 1], 3)], True), ([([1, 2], 3)], False), ([([1, 0], 3)], False)):
+    for groups, in_order in (([([0, 1], 3)], True), ([([1, 2], 3)], False), ([([1, 0], 3)], True)):
         cascade = chosen([100, 90, 80], groups)
         assert cascade is not None
         assert cascade.in_order == in_order
@@ -64,8 +100,11 @@ def test_a_group_that_a_window_cuts_is_left_out() -> None:
     groups = [([0, 1], 2), ([2, 3], 2)]
     cascade = chosen([40, 50, 60, 90], groups, window=60)
     assert cascade is not None
-    assert cascade.order[: cascade.grouped].tolist() == [0, 1]
+    assert cascade.order[: cascade.levels[0].rows].tolist() == [0, 1]
     assert chosen([61, 61], [([0, 1], 2)], window=60) is None
+    inner = chosen([40, 50, 60, 90], [([0, 1, 2, 3], 1), ([1, 2], 2)], window=60)
+    assert inner is not None
+    assert (inner.order[: inner.levels[0].rows].tolist(), len(inner.levels)) == ([1, 2], 1)
 
 
 @pytest.mark.parametrize(
@@ -88,14 +127,14 @@ def test_it_must_save_more_than_it_costs(rows: int, pages: int, pays: bool) -> N
 def test_costs_are_shared_by_all_groups_but_each_must_pay_for_itself() -> None:
     big, small = (list(range(32)), 24), ([32, 33], 24)
     launches = LLAMA_8B.launches(in_order=True) * LLAMA_8B.bytes_per_launch
-    assert LLAMA_8B.group_gain(32, 24 * PAGE) > launches > LLAMA_8B.group_gain(2, 24 * PAGE) > 0
+    assert LLAMA_8B.group_gain(32, 31, 24 * PAGE) > launches > LLAMA_8B.group_gain(2, 1, 24 * PAGE) > 0
     assert chosen([1000] * 2, [([0, 1], 24)], LLAMA_8B) is None
     both = chosen([1000] * 34, [big, small], LLAMA_8B)
     assert both is not None
-    assert both.grouped == 34
+    assert both.levels[0].rows == 34
     tiny = chosen([1000] * 34, [big, ([32, 33], 1)], LLAMA_8B)
     assert tiny is not None
-    assert tiny.grouped == 32
+    assert tiny.levels[0].rows == 32
 
 
 def test_rows_out_of_order_must_save_more() -> None:
@@ -104,19 +143,66 @@ def test_rows_out_of_order_must_save_more() -> None:
     assert chosen(lengths, [(list(range(8, 40)), 16)], LLAMA_8B) is None
 
 
-lengths = st.lists(st.integers(18, 90), min_size=2, max_size=6)
+def test_a_level_more_must_save_more_than_it_costs() -> None:
+    """64 rows with a system prompt, half of them in one chat; 61 rows of a chat, and two of them go on together."""
+    system = (list(range(64)), 24)
+    for chat, number in ((8, 1), (24, 2)):  # pages of its own
+        cascade = chosen([1000] * 64, [system, (list(range(32)), 24 + chat)], LLAMA_8B)
+        assert cascade is not None
+        assert len(cascade.levels) == number
+    few = chosen([1000] * 64, [(list(range(61)), 24), ([60, 59], 48)], LLAMA_8B)
+    assert few is not None
+    assert [level.rows for level in few.levels] == [61]
+
+
+def nested(
+    draw: st.DrawFn, decodes: list[int], among: list[int], start: int, depth: int
+) -> list[tuple[list[int], int]]:
+    """Groups among the rows, with more than `start` pages, and groups within these; the outer before the inner."""
+    left = draw(st.permutations(among))
+    groups: list[tuple[list[int], int]] = []
+    while len(left) >= 2 and draw(st.booleans()):
+        count = draw(st.integers(2, len(left)))
+        members, left = list(left[:count]), left[count:]
+        most = (min(decodes[row] for row in members) - 1) // PAGE
+        if most > start:
+            pages = draw(st.integers(start + 1, most))
+            groups.append((members, pages))
+            groups += nested(draw, decodes, members, pages, depth - 1) if depth > 1 else []
+    return groups
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int, depth: int = MAX_LEVELS) -> tuple[list[int], list[tuple[list[int], int]]]:
+    decodes = draw(st.lists(st.integers(18, 130), min_size=2, max_size=most))
+    return decodes, nested(draw, decodes, list(range(len(decodes))), 0, depth)
+
+
+@given(tree=trees(12, depth=5), window=st.sampled_from([0, 0, 60]))
+def test_every_row_reads_its_own_pages_in_order(
+    tree: tuple[list[int], list[tuple[list[int], int]]], window: int
+) -> None:
+    decodes, groups = tree
+    columns, shared = host(decodes, groups)
+    cascade = choose(columns, shared, len(decodes), PAGE, window, FREE)
+    if cascade is None:
+        return
+    assert len(cascade.levels) <= MAX_LEVELS
+    reads: list[list[int]] = [[] for _ in decodes]
+    for requests in levels_of(cascade, columns):
+        for rows, pages in requests:
+            for row in rows:
+                reads[row] += pages
+    assert [len(pages) for pages in reads] == cascade.skip.tolist()
+    ids, ends = cascade.private(columns, PAGE).pages(columns.page_tables), cascade.private(columns, PAGE).indptr
+    for place, row in enumerate(cascade.order.tolist()):
+        reads[row] += ids[ends[place] : ends[place + 1]].tolist()
+    assert reads == [columns.page_tables[row, : -(-length // PAGE)].tolist() for row, length in enumerate(decodes)]
 
 
 @st.composite
 def scenes(draw: st.DrawFn) -> Scene:
-    decodes = draw(lengths)
-    left = draw(st.permutations(range(len(decodes))))
-    groups: list[tuple[list[int], int]] = []
-    while len(left) >= 2 and draw(st.booleans()):
-        count = draw(st.integers(2, len(left)))
-        members, left = left[:count], left[count:]
-        most = (min(decodes[row] for row in members) - 1) // PAGE
-        groups.append((list(members), draw(st.integers(1, most))))
+    decodes, groups = draw(trees(7))
     specs = (
         AttentionSpec(0.125, soft_cap=draw(st.sampled_from([0.0, 3.0]))),
         AttentionSpec(0.2, sliding_window=draw(st.sampled_from([30, 60, 200]))),
@@ -138,12 +224,27 @@ def test_it_does_cascade() -> None:
     api = FakeFlashInfer(float32=True)
     scene.layers(scene.backend(api, costs=FREE))
     assert api.calls.count("merge_state_in_place") == len(scene.specs)
+    nested_api = FakeFlashInfer(float32=True)
+    nested = Scene([100, 90, 95], [], [([0, 2, 1], 2), ([1, 0], 4)])
+    nested.layers(nested.backend(nested_api, costs=FREE))
+    assert nested_api.calls.count("merge_state_in_place") == 2 * len(nested.specs)
     plain = FakeFlashInfer(float32=True)
     scene.layers(scene.backend(plain))  # by the real rule this saves far too little
     assert "merge_state_in_place" not in plain.calls
 
 
-def test_a_shared_page_is_counted_once_a_group() -> None:
+@settings(max_examples=25, deadline=None)
+@given(tree=trees(7))
+def test_every_shared_page_is_read_once(tree: tuple[list[int], list[tuple[list[int], int]]]) -> None:
+    scene = Scene(tree[0], [], tree[1], specs=(AttentionSpec(0.125), AttentionSpec(0.125)))
+    attention = scene.backend(FakeFlashInfer(float32=True), costs=FREE)
+    scene.layers(attention)
+    uses = Counter(page for table in scene.tables for page in table)
+    again = sum(count - 1 for count in uses.values()) * PAGE
+    assert attention.kv_bytes_read == len(scene.specs) * (sum(tree[0]) - again) * attention._shape.bytes_per_key
+
+
+def test_layers_with_a_window_read_what_they_see() -> None:
     scene = Scene([100, 90, 40], [], [([0, 1], 4)], specs=(AttentionSpec(0.125), AttentionSpec(0.125, 16)))
     attention = scene.backend(FakeFlashInfer(float32=True), costs=FREE)
     scene.layers(attention)
@@ -160,7 +261,7 @@ def test_steps_with_and_without_groups_alternate() -> None:
 
 
 def test_half_precision_rounds_the_parts_only() -> None:
-    scene = Scene([100, 90, 70], [], [([0, 2], 4)], dtype=torch.bfloat16)
+    scene = Scene([100, 90, 70, 80], [], [([1, 0, 2], 2), ([0, 2], 4)], dtype=torch.bfloat16)
     actual = scene.layers(scene.backend(FakeFlashInfer(), costs=FREE))
     torch.testing.assert_close(actual, scene.expected(), rtol=2 * torch.finfo(torch.bfloat16).eps, atol=2e-3)
 

@@ -117,7 +117,7 @@ def test_loading_runs_every_kernel_once(page_size: int) -> None:
     scene = Scene([20], dtype=torch.bfloat16, specs=specs, page_size=page_size)
     api, cache = FakeFlashInfer(), scene.cache()
     attention = build(cache, scene.config, api)
-    assert api.calls.count("merge_state_in_place") == 2 * 2  # two prompts, two specs
+    assert api.calls.count("merge_state_in_place") == 2 * (1 + 2)  # of two specs one shared level, then two
     assert api.calls.count("append_paged_kv_cache") == 2 * 2
     assert attention.kv_bytes_read == 0
     for layer in cache.layers:  # the trial has written into it
@@ -140,6 +140,19 @@ def test_loading_tries_few_and_many_queries_of_a_row_at_both_levels(monkeypatch:
     scene = Scene([20], dtype=torch.bfloat16, specs=(AttentionSpec(0.125, 4096),))
     build(scene.cache(), scene.config, FakeFlashInfer())
     assert planned == {(True, True, False), (True, True, True), (False, False, False), (False, False, True)}
+
+
+def test_loading_tries_requests_without_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a group that are in none of those within it."""
+    planned, plan = [], FakePrefill.plan
+
+    def record(wrapper: FakePrefill, *args: Any, **kwargs: Any) -> None:
+        plan(wrapper, *args, **kwargs)
+        planned.append(wrapper.indptr.diff().tolist())
+
+    monkeypatch.setattr(FakePrefill, "plan", record)
+    build(HALF.cache(), HALF.config, FakeFlashInfer())
+    assert planned[-3:-1] == [[1, 1], [1, 0, 1]]
 
 
 def test_the_trial_uses_two_pages_only() -> None:

@@ -124,12 +124,16 @@ class Watched:
         assert batch.qo_indptr[0] == 0
         assert batch.qo_indptr[-1] == batch.num_tokens
         assert (batch.qo_indptr.diff() > 0).all()
-        seen: list[int] = []
+        earlier: list[tuple[set[int], int]] = []
         for group in batch.groups:
             within(group.rows, batch.num_decode_rows)
-            seen += group.rows.tolist()
+            rows = set(group.rows.tolist())
+            assert len(rows) == len(group.rows)
             assert 0 < group.num_pages <= batch.page_tables.shape[1]
-        assert len(set(seen)) == len(seen)
+            assert all(
+                rows.isdisjoint(other) or (rows <= other and pages < group.num_pages) for other, pages in earlier
+            )
+            earlier.append((rows, group.num_pages))
         return self._forward(batch)
 
 
@@ -193,15 +197,42 @@ def test_a_history_outside_the_vocabulary_ends_its_request_only() -> None:
     assert [error.slot for error in result.errors] == [1]
 
 
-@pytest.mark.parametrize("groups", [([0, 0], [2], [1]), ([0, 1, 1, 0], [2, 2], [1, 1])])
-def test_a_row_is_in_one_group_at_most(groups: Any) -> None:
-    bench = Bench()
-    known = [1, 2, 3, 4]
-    bench.step(opens=(open_slot(0, 4, [0, 1]),), prefills=(prefill(0, known),))
-    bench.step(opens=(open_slot(1, 5, [0, 2], computed=4),), prefills=(prefill(1, [5]),))
+def sharing(bench: Bench) -> Bench:
+    """Slots 0, 1, 2 with two pages in common, 3 with the first of them."""
+    known = list(range(1, 9))
+    bench.step(opens=(open_slot(0, 9, [0, 1, 2]),), prefills=(prefill(0, [*known, 9]),))
+    opens = tuple(open_slot(slot, 9, [0, 1, slot + 2], computed=8) for slot in (1, 2))
+    last = open_slot(3, 9, [0, 5, 6], computed=4)
+    rows = (*(prefill(slot, [9]) for slot in (1, 2)), prefill(3, [*known[4:], 9]))
+    bench.step(opens=(*opens, last), prefills=rows)
+    return bench
+
+
+@pytest.mark.parametrize(
+    "groups",
+    {
+        "twice in one": ([0, 0], [2], [1]),
+        "the same rows, the same pages": ([0, 1, 1, 0], [2, 2], [1, 1]),
+        "an inner one without pages of its own": ([0, 1, 2, 3, 0, 1], [4, 2], [1, 1]),
+        "an inner one with fewer pages": ([0, 1, 2, 0, 1], [3, 2], [2, 1]),
+        "the inner one first": ([0, 1, 0, 1, 2], [2, 3], [2, 1]),
+        "neither within the other": ([0, 1, 3, 0, 1, 2], [3, 3], [1, 2]),
+        "in two within a third": ([0, 1, 2, 0, 1, 1, 2], [3, 2, 2], [1, 2, 2]),
+    }.values(),
+)
+def test_groups_that_share_rows_must_be_nested(groups: Any) -> None:
+    bench = sharing(Bench())
     members, sizes, pages = map(pack, groups)
     with pytest.raises(ProtocolError, match="two shared groups"):
-        bench.step([0, 1], group_slots=members, group_sizes=sizes, group_pages=pages)
+        bench.step([0, 1, 2, 3], group_slots=members, group_sizes=sizes, group_pages=pages)
+
+
+def test_nested_groups_come_as_they_are() -> None:
+    bench = sharing(Bench())
+    members, sizes, pages = [0, 9, 1, 2, 3, 2, 1, 9, 1], [5, 3, 1], [1, 2, 3]  # nobody is in 9, the last is one row
+    bench.step([1, 2, 3, 0], group_slots=pack(members), group_sizes=pack(sizes), group_pages=pack(pages))
+    found = bench.runner.batches[-1].groups
+    assert [(group.rows.tolist(), group.num_pages) for group in found] == [([3, 0, 1, 2], 1), ([1, 0], 2)]
 
 
 async def test_an_order_that_is_no_column_is_a_fault(stage: Stage) -> None:

@@ -161,6 +161,25 @@ def test_two_groups_and_rows_outside(kernels: library.Library, dtype: torch.dtyp
     assert torch.equal(grouped[2:4], plain[2:4])
 
 
+NESTED = {  # (rows, pages) of nested groups -> those that are read together
+    "the outer one": ([(range(6), 18), ([0, 1], 19)], [0]),
+    "both inner ones": ([(range(5), 5), ([0, 1], 20), ([4, 2, 3], 15)], [1, 2]),
+    "the innermost one of three": ([(range(6), 2), (range(4), 4), ([3, 1, 2], 20)], [2]),
+}
+
+
+@pytest.mark.parametrize("nested", NESTED)
+def test_of_nested_groups_those_that_save_most_are_read_together(nested: str) -> None:
+    step = Step(20, [4, 5, 6, 7, 8, 9])
+    plain, plain_read = step.run(LIBRARY, torch.bfloat16, ())
+    groups, best = NESTED[nested]
+    shared = [SharedGroup(step.rows[list(rows)], pages) for rows, pages in groups]
+    grouped, read = step.run(LIBRARY, torch.bfloat16, tuple(shared))
+    assert (grouped.double() - plain.double()).abs().max() < TOLERANCE[torch.bfloat16]
+    spared = sum((len(shared[group].rows) - 1) * shared[group].num_pages for group in best)
+    assert plain_read - read == step.bytes_of(spared * 16, torch.bfloat16)
+
+
 def test_rows_that_do_not_belong_are_served_alone() -> None:
     step = Step(20, [4, 5, 6])
     plain, _ = step.run(LIBRARY, torch.bfloat16, ())

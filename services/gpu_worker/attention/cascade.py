@@ -1,11 +1,15 @@
 """When decode rows that share pages read them together, and how the batch is cut for it. Leaves kernels to a backend.
 
-Two levels, merged by their log-sum-exps (Z. Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix
-Batch Decoding", 2024):
+Levels are merged by their log-sum-exps (Z. Ye et al., "Cascade Inference: Memory Bandwidth Efficient Shared Prefix
+Batch Decoding", 2024); nested groups are levels above each other, so that each shared page is read once:
 
-    row 0   S S S S S a a          shared level: one request a group, its queries are the rows of the group
-    row 1   S S S S S b            private level: a decode of every row over what is left of its table
-    row 2   c c c c                in no group: the private level has all of it
+                    level 1    level 2    private
+    row 0           S S S S    A A        a             a level has one request a group, whose queries are the group's
+    row 1           S S S S    A A        b             rows, over the pages between those of the group around it and
+    row 2           S S S S               c c           its own end; row 2 is a request without pages in level 2
+    row 3           S S S S    B          d
+    row 4           S S S S    B          e             private: a decode of every row over what is left of its pages
+    row 5                                 f f f         in no group: comes last
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from services.gpu_worker.attention.page_lists import PageLists, page_lists
+from services.gpu_worker.attention.nested_groups import parents
+from services.gpu_worker.attention.page_lists import Int32s, PageSpans, page_spans
 from services.gpu_worker.batch import HostColumns, SharedGroup
+from shared.nesting import levels
 
-Int32s = NDArray[np.int32]
+MAX_LEVELS = 3
+"""Shared ones. Each is a plan of its own, and the wrappers of a level take some 8 MiB of the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,39 +41,54 @@ class CascadeCosts:
     bytes_per_row: int  # the partial result of one row and its log-sum-exps
     bytes_per_launch: int = 12_000_000
 
-    def group_gain(self, rows: int, keys: int) -> int:
-        """Bytes that reading `keys` shared keys once saves, less what merging costs; launches not counted."""
-        return (rows - 1) * keys * self.bytes_per_key - 4 * rows * self.bytes_per_row
+    def group_gain(self, rows: int, spared: int, keys: int) -> int:
+        """Bytes saved where `rows` rows read `keys` shared keys together and `spared` reads of each are spared by it.
 
-    def launches(self, *, in_order: bool) -> int:
-        """Kernels more: shared level and merge; where rows must be put in order, a gather before and one after."""
-        return 2 if in_order else 4
+        Less what merging costs; launches are not counted.
+        """
+        return spared * keys * self.bytes_per_key - 4 * rows * self.bytes_per_row
+
+    def launches(self, number: int = 1, *, in_order: bool) -> int:
+        """Kernels more with so many shared levels: each and its merge; gathers before and after to order the rows."""
+        return 2 * number + (0 if in_order else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One request a group, for queries from the first of the cascade's `order` on.
+
+    Between groups lie rows of no group of this level: requests without pages, of which merging changes nothing.
+    """
+
+    qo_indptr: Int32s  # [requests + 1]
+    pages: PageSpans  # one a request
+
+    @property
+    def rows(self) -> int:
+        return int(self.qo_indptr[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Cascade:
-    """The two levels of a batch's decode rows."""
+    """The levels of a batch's decode rows."""
 
-    order: Int32s  # [decode rows]: the grouped rows, group after group, then the others
-    grouped: int  # so many of `order` are in groups
-    qo_indptr: Int32s  # [g + 1], where each group begins in `order`
-    shared: PageLists  # one row a group
-    shared_keys: int  # of all groups
-    skip: Int32s  # [decode rows], pages of each row that the shared level reads
+    order: Int32s  # [decode rows]: so that the rows of each group lie side by side; those in no group come last
+    levels: tuple[Level, ...]  # the outer first
+    skip: Int32s  # [decode rows], pages of each row that shared levels read
 
     @property
     def in_order(self) -> bool:
         """Whether `order` is 0, 1, ... so that nothing needs to be moved."""
-        return bool((self.order[:-1] < self.order[1:]).all())
+        return _ascends(self.order)
 
     def saved_keys(self, page_size: int) -> int:
-        """Keys that a layer reads less by it."""
-        return int(self.skip.sum()) * page_size - self.shared_keys
+        """Keys that a layer reads less by it; shared pages are full."""
+        return (int(self.skip.sum()) - sum(level.pages.num_pages for level in self.levels)) * page_size
 
-    def private(self, host: HostColumns, page_size: int) -> PageLists:
+    def private(self, host: HostColumns, page_size: int) -> PageSpans:
         """What is left of the rows' pages, in `order`."""
-        order = self.order
-        return page_lists(host.page_tables[order], host.kv_lengths[order], page_size, self.skip[order])
+        order, width = self.order, host.page_tables.shape[1]
+        return page_spans(host.kv_lengths[order], page_size, width, self.skip[order], order)
 
 
 def choose(
@@ -78,36 +99,102 @@ def choose(
     window: int,
     costs: CascadeCosts,
 ) -> Cascade | None:
-    """The cascade that pays, or None.
+    """The cascade that pays most, or None: groups are chosen level by level, each must pay for itself.
 
-    A row is in one group at most: which of nested prefixes it shares, the scheduler decides. A group that a sliding
-    window does not wholly see is left out: each of its rows would see another part of the prefix.
+    A group that a sliding window does not wholly see is left out: its rows would see different parts of the prefix.
     """
-    skip = np.zeros(decode_rows, dtype=np.int32)
-    taken: list[Int32s] = []
-    gain = 0
-    for rows, group in zip(host.group_rows, groups, strict=True):
-        saved = costs.group_gain(len(rows), group.num_pages * page_size)
-        if saved <= 0 or (window and host.kv_lengths[rows].max() > window):
+    seen = [g for g, rows in enumerate(host.group_rows) if not window or host.kv_lengths[rows].max() <= window]
+    members, pages = [host.group_rows[g] for g in seen], [groups[g].num_pages for g in seen]
+    around = parents(members)
+
+    def worth(rows: int, spared: int, count: int) -> int:
+        return costs.group_gain(rows, spared, count * page_size)
+
+    best, most = None, 0
+    for taken, gain in levels(around, [len(rows) for rows in members], pages, worth, most=MAX_LEVELS):
+        if gain <= most + costs.launches(in_order=True) * costs.bytes_per_launch:
             continue
-        gain += saved
-        skip[rows] = group.num_pages
-        taken.append(rows)
-    if gain <= costs.launches(in_order=True) * costs.bytes_per_launch:
-        return None
-    cascade = _cut(host, taken, skip, page_size)
-    return cascade if gain > costs.launches(in_order=cascade.in_order) * costs.bytes_per_launch else None
+        cut = _Cut([g for g, flag in enumerate(taken) if flag], members, pages, around, decode_rows)
+        gain -= costs.launches(cut.depth, in_order=_ascends(cut.order)) * costs.bytes_per_launch
+        if gain > most:
+            best, most = cut, gain
+    return None if best is None else best.cascade(page_size)
 
 
-def _cut(host: HostColumns, taken: list[Int32s], skip: Int32s, page_size: int) -> Cascade:
-    first = np.array([members[0] for members in taken])
-    lengths = skip[first] * page_size
-    others = np.flatnonzero(skip == 0).astype(np.int32)
-    return Cascade(
-        order=np.concatenate([*taken, others]),
-        grouped=sum(map(len, taken)),
-        qo_indptr=np.cumsum([0, *map(len, taken)], dtype=np.int32),
-        shared=page_lists(host.page_tables[first], lengths, page_size),
-        shared_keys=int(lengths.sum()),
-        skip=skip,
-    )
+class _Cut:
+    """The groups taken as levels: their depths, and rows in the order of a walk through the tree."""
+
+    def __init__(
+        self,
+        taken: Sequence[int],
+        members: Sequence[Int32s],
+        pages: Sequence[int],
+        around: Sequence[int],
+        decode_rows: int,
+    ) -> None:
+        self._members, self._pages = members, pages
+        self._inner: dict[int, list[int]] = {-1: []}  # groups right within each; -1: within none
+        self._outer: dict[int, int] = {}
+        for group in taken:
+            outer = around[group]
+            while outer >= 0 and outer not in self._outer:
+                outer = around[outer]
+            self._outer[group] = outer
+            self._inner[outer].append(group)
+            self._inner[group] = []
+        self._heights = dict.fromkeys(self._inner, 0)
+        for group in reversed(taken):
+            outer = self._outer[group]
+            self._heights[outer] = max(self._heights[outer], self._heights[group] + 1)
+        self.depth = self._heights[-1]
+        self._innermost = np.full(decode_rows, -1, dtype=np.int32)
+        for group in taken:
+            self._innermost[members[group]] = group
+        self._runs: list[Int32s] = []
+        self._levels: list[list[tuple[int, int, int]]] = [[] for _ in range(self.depth)]  # (group, begin, end)
+        self._walk(-1, 0, 0)
+        self.order = np.concatenate(self._runs)
+
+    def _walk(self, group: int, depth: int, begin: int) -> int:
+        """The group's rows from place `begin` on; returns where they end.
+
+        Those with the most levels first, so that every level begins at the first row.
+        """
+        end = begin
+        first = [(-self._heights[inner], int(self._members[inner].min()), inner) for inner in self._inner[group]]
+        for _, _, inner in sorted(first):
+            end = self._walk(inner, depth + 1, end)
+        others = np.flatnonzero(self._innermost == group).astype(np.int32)
+        self._runs.append(others)
+        end += len(others)
+        if depth:
+            self._levels[depth - 1].append((group, begin, end))
+        return end
+
+    def cascade(self, page_size: int) -> Cascade:
+        skips = np.array([0, *self._pages], dtype=np.int32)
+        return Cascade(
+            self.order, tuple(self._level(groups, page_size) for groups in self._levels), skips[self._innermost + 1]
+        )
+
+    def _level(self, groups: Sequence[tuple[int, int, int]], page_size: int) -> Level:
+        queries, pages, rows, starts, last = [0], [0], [], [], []
+        for group, begin, end in groups:
+            if begin > queries[-1]:
+                queries.append(begin)
+                pages.append(pages[-1])
+                rows.append(0)
+                starts.append(0)
+                last.append(0)
+            outer = self._outer[group]
+            queries.append(end)
+            rows.append(int(self._members[group][0]))
+            starts.append(self._pages[outer] if outer >= 0 else 0)
+            pages.append(pages[-1] + self._pages[group] - starts[-1])
+            last.append(page_size)
+        indptr, qo_indptr, last_page_len = (np.array(values, dtype=np.int32) for values in (pages, queries, last))
+        return Level(qo_indptr, PageSpans(np.array(rows), np.array(starts), indptr, last_page_len))
+
+
+def _ascends(order: Int32s) -> bool:
+    return bool((order[:-1] < order[1:]).all())

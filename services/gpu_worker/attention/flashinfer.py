@@ -5,7 +5,7 @@ FlashInfer's: even with a seed and an offset for each row its samplers mix in th
 token would depend on its neighbours. Ours depends on (seed, position): the same alone, in any batch, after a resume.
 
     plan     host: page lists -> one plan for each distinct spec            (once a step)
-    forward  append K and V -> decode rows [-> shared level -> merge] and prefill rows   (every layer)
+    forward  append K and V -> decode rows [-> shared levels, merged] and prefill rows   (every layer)
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends. Partial results of split rows need at most 2 blocks an SM of 128 queries by 256 floats,
 about 40 MB on the largest cards."""
 TRIALS = ((2, 2), (66, 80))
-"""Decode rows of a group, tokens of a prompt: on some cards more than 64 queries of a row have kernels of their own."""
+"""Decode rows of a group, tokens of a prompt: on some cards more than 64 queries of a row have kernels of their own.
+The larger group has one within it: a level more, with a request without pages."""
 
 
 class FlashInferUnavailable(Exception):
@@ -182,29 +183,35 @@ class FlashInferAttention:
         self._counter.bytes = counted
 
 
-def _trial_batch(page_size: int, rows: int, prompt: int, device: torch.device) -> ForwardBatch:
-    """Decode rows that share page 0, and a prefill row of `prompt` tokens that takes turns with pages 0 and 1."""
-    pages, members = max(2, -(-prompt // page_size)), np.arange(rows, dtype=np.int32)
+def _trial_batch(page_size: int, members: int, prompt: int, device: torch.device) -> ForwardBatch:
+    """Two groups of decode rows over page 0, a third of each also over page 1, and a prefill row of `prompt` tokens.
+
+    All tables take turns with these two pages.
+    """
+    pages, rows = max(3, -(-prompt // page_size)), 2 * members
+    shared = [(range(first, first + members), 1) for first in (0, members)]
+    shared += [(range(first, first + members // 3), 2) for first in (0, members)]
+    groups = [(np.array(group, dtype=np.int32), count) for group, count in shared if len(group) > 1]
     host = HostColumns(
         qo_indptr=np.array([*range(rows + 1), rows + prompt], dtype=np.int32),
-        kv_lengths=np.array([page_size + 1] * rows + [prompt], dtype=np.int32),
+        kv_lengths=np.array([2 * page_size + 1] * rows + [prompt], dtype=np.int32),
         page_tables=np.tile(np.arange(pages, dtype=np.int32) % 2, (rows + 1, 1)),
-        group_rows=(members,),
+        group_rows=tuple(group for group, _ in groups),
     )
-    slots = [page_size] * rows + [token % (2 * page_size) for token in range(prompt)]
+    slots = [0] * rows + [token % (2 * page_size) for token in range(prompt)]
 
     def on(values: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
     return ForwardBatch(
         token_ids=on([0] * len(slots)),
-        positions=on([page_size] * rows + list(range(prompt))),
+        positions=on([2 * page_size] * rows + list(range(prompt))),
         qo_indptr=on(host.qo_indptr.tolist(), torch.int32),
         kv_lengths=on(host.kv_lengths.tolist(), torch.int32),
         page_tables=torch.from_numpy(host.page_tables).to(device),
         kv_slots=on(slots),
         logit_rows=on([]),
         num_decode_rows=rows,
-        groups=(SharedGroup(on(members.tolist(), torch.int32), 1),),
+        groups=tuple(SharedGroup(on(group.tolist(), torch.int32), count) for group, count in groups),
         host=host,
     )

@@ -1,4 +1,4 @@
-"""One step's attention for layers of equal spec: decode rows, alone or in two levels, then prefill rows.
+"""One step's attention for layers of equal spec: decode rows, alone or in levels, then prefill rows.
 
 Planned once a step, run once a layer. Leaves K and V to the Writer and the choice of cascades to `cascade`.
 """
@@ -21,8 +21,8 @@ from services.gpu_worker.attention.flashinfer_parts import (
     plan_options,
     upload,
 )
-from services.gpu_worker.attention.page_lists import Int32s, keys_read, page_spans
-from services.gpu_worker.batch import ForwardBatch, HostColumns
+from services.gpu_worker.attention.page_lists import PageSpans, keys_read, page_spans
+from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.kv_cache import KV_LAYOUT
 
 Scales = tuple[float | None, float | None]
@@ -43,13 +43,14 @@ class StepPages:
     def prefill(self) -> PlannedPages:
         return self._whole(self.batch.num_decode_rows, self.batch.num_rows)
 
-    def cut(self, rows: Int32s, lengths: Int32s, skip: Int32s | None = None) -> PlannedPages:
-        """Of `rows` [n] the pages of their first `lengths` [n] tokens, without the first `skip` [n] pages of each."""
-        tables = self.batch.page_tables
-        return PlannedPages.gathered(page_spans(lengths, self._shape.page_size, tables.shape[1], skip, rows), tables)
+    def planned(self, spans: PageSpans) -> PlannedPages:
+        """The spans' pages, whose ids are gathered on the device."""
+        return PlannedPages.gathered(spans, self.batch.page_tables)
 
     def _whole(self, first: int, end: int) -> PlannedPages:
-        return self.cut(np.arange(first, end, dtype=np.int32), self.host.kv_lengths[first:end])
+        lengths, width = self.host.kv_lengths[first:end], self.batch.page_tables.shape[1]
+        rows = np.arange(first, end, dtype=np.int32)
+        return self.planned(page_spans(lengths, self._shape.page_size, width, None, rows))
 
 
 class SpecPass:
@@ -63,7 +64,7 @@ class SpecPass:
             workspace, KV_LAYOUT, use_tensor_cores=shape.tensor_cores
         )
         self._prefill = self._prefill_wrapper()
-        self._shared: PrefillWrapper | None = None  # made where the first cascade pays
+        self._shared: list[PrefillWrapper] = []  # one a level, made where the first cascade of so many levels pays
         self._decode_rows = 0
         self._cascade: Cascade | None = None
         self._order: torch.Tensor | None = None  # of the cascade's rows, and back; None where it is theirs
@@ -82,7 +83,7 @@ class SpecPass:
             self._cascade = choose(host, batch.groups, split, self._shape.page_size, window, costs)
         self.keys = keys_read(np.diff(host.qo_indptr), host.kv_lengths, window)
         if split:
-            private = pages.decode if self._cascade is None else self._plan_shared(self._cascade, host)
+            private = pages.decode if self._cascade is None else self._plan_shared(self._cascade, pages)
             self._decode.plan(
                 private.indptr, private.indices, private.last_page_len, *self._shape.heads, **self._options
             )
@@ -90,23 +91,25 @@ class SpecPass:
             queries = pinned(host.qo_indptr[split:] - host.qo_indptr[split], self._shape.device)
             self._plan_prefill(self._prefill, queries, pages.prefill, causal=True)
 
-    def _plan_shared(self, cascade: Cascade, host: HostColumns) -> PlannedPages:
-        """Plans the shared level; what is left of the decode rows' pages is returned."""
+    def _plan_shared(self, cascade: Cascade, pages: StepPages) -> PlannedPages:
+        """Plans the shared levels; what is left of the decode rows' pages is returned."""
         shape = self._shape
-        self._shared = self._shared or self._prefill_wrapper()
-        queries = pinned(cascade.qo_indptr, shape.device)
-        self._plan_prefill(self._shared, queries, PlannedPages.of(cascade.shared, shape.device), causal=False)
+        while len(self._shared) < len(cascade.levels):
+            self._shared.append(self._prefill_wrapper())
+        for wrapper, level in zip(self._shared, cascade.levels, strict=False):
+            queries = pinned(level.qo_indptr, shape.device)
+            self._plan_prefill(wrapper, queries, pages.planned(level.pages), causal=False)
         self._order = self._place = None
         if not cascade.in_order:
             self._order = upload(cascade.order, shape.device)
             self._place = upload(np.argsort(cascade.order).astype(np.int32), shape.device)
         self.keys -= cascade.saved_keys(shape.page_size)
-        return PlannedPages.of(cascade.private(host, shape.page_size), shape.device)
+        return pages.planned(cascade.private(pages.host, shape.page_size))
 
     def _plan_prefill(
         self, wrapper: PrefillWrapper, queries: torch.Tensor, pages: PlannedPages, *, causal: bool
     ) -> None:
-        # Where the rows of a group are all within the window, and only then is there a shared level, it hides nothing.
+        # Where the rows of a group are all within the window, and only then do they share a level, it hides nothing.
         options = self._options if causal else PlanOptions(**{**self._options, "window_left": -1})
         wrapper.plan(
             queries,
@@ -134,16 +137,16 @@ class SpecPass:
     def _run_levels(
         self, cascade: Cascade, q: torch.Tensor, cache: torch.Tensor, scales: Scales, out: torch.Tensor
     ) -> None:
-        """Both levels of all decode rows into `out`."""
-        assert self._shared is not None
+        """All levels of all decode rows into `out`."""
         mixed = out
         if self._order is not None:
             q, mixed = q.index_select(0, self._order), torch.empty_like(out)
-        private_lse = self._call(self._decode, q, cache, scales, mixed, return_lse=True)
-        grouped = q[: cascade.grouped]
-        shared = torch.empty(grouped.shape, dtype=q.dtype, device=q.device)
-        shared_lse = self._call(self._shared, grouped, cache, scales, shared, return_lse=True)
-        self._api.merge_state_in_place(mixed[: cascade.grouped], private_lse[: cascade.grouped], shared, shared_lse)
+        lse = self._call(self._decode, q, cache, scales, mixed, return_lse=True)
+        for wrapper, level in zip(self._shared, cascade.levels, strict=False):
+            rows = level.rows
+            shared = torch.empty_like(mixed[:rows])
+            shared_lse = self._call(wrapper, q[:rows], cache, scales, shared, return_lse=True)
+            self._api.merge_state_in_place(mixed[:rows], lse[:rows], shared, shared_lse)  # both, for the next level
         if self._place is not None:
             torch.index_select(mixed, 0, self._place, out=out)
 

@@ -2,16 +2,19 @@
 
 A query's result depends on its position and keys alone: not on the other rows, the chunking of its prompt, decode or
 prefill, or the number of threads. So it is the same, bit by bit, alone, in any batch and after a resume. Groups of
-rows that share pages keep that only as far as whole blocks of keys are shared, and are cut to these when asked.
+rows that share pages keep that only as far as whole blocks of keys are shared, and are cut to these when asked. The
+kernels read one level of groups; of nested ones those that save most.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
 from services.gpu_worker.attention.base import AttentionBackend, AttentionSpec
+from services.gpu_worker.attention.nested_groups import one_level
 from services.gpu_worker.batch import ForwardBatch, SharedGroup
 from services.gpu_worker.kernels import NativeUnavailable, library
 from services.gpu_worker.kernels.library import DTYPES, LayerCall, Library
@@ -94,12 +97,13 @@ class NativeAttention:
         batch = self._batch
         if batch is None:
             raise RuntimeError("forward before plan")
+        chosen = one_level(batch.groups)
         arrays = (
             _contiguous(batch.qo_indptr, torch.int32),
             _contiguous(batch.kv_lengths, torch.int32),
             _contiguous(batch.page_tables, torch.int32),
             _contiguous(batch.kv_slots, torch.int64),
-            *_group_arrays(batch.groups),
+            *_group_arrays(chosen),
         )
         indptr, lengths, tables, slots, *groups = arrays
         wrong = self._kernels.functions.rf_plan_make(
@@ -119,7 +123,7 @@ class NativeAttention:
             DTYPES[self._dtype],
             torch.get_num_threads(),
             *(array.data_ptr() for array in groups),
-            len(batch.groups),
+            len(chosen),
             self._exact_groups,
         )
         if wrong:
@@ -149,7 +153,7 @@ class NativeAttention:
         return out
 
 
-def _group_arrays(groups: tuple[SharedGroup, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _group_arrays(groups: Sequence[SharedGroup]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """All groups' rows one after the other, their numbers of rows and of pages; int32."""
     rows = [group.rows.to(torch.int32) for group in groups]
     return (

@@ -20,12 +20,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PageSpans:
-    """A run of at least one page in each of n rows of a table."""
+    """A run of pages in each of n rows of a table; `page_spans` makes none without pages."""
 
     rows: Ints  # [n], which of the table
     starts: Ints  # [n], the run's first page in its row
     indptr: Int32s  # [n + 1]
-    last_page_len: Int32s  # [n], tokens in each run's last page, 1 .. page size
+    last_page_len: Int32s  # [n], tokens in each run's last page, 1 .. page size; 0 where it has no page
 
     @property
     def num_pages(self) -> int:
