@@ -58,6 +58,8 @@ def levels(
             taken[group] = True
             total += saved[group]
         yield taken.copy(), total
+        if all(taken):
+            return
 
 
 def _added(

@@ -186,17 +186,22 @@ class FakeEngine:
         slots, sizes = ints.unpack(command.group_slots).tolist(), ints.unpack(command.group_sizes).tolist()
         counts = ints.unpack(command.group_pages).tolist()
         self._check(len(sizes) == len(counts) and sum(sizes) == len(slots), "columns of groups that do not fit")
-        self._check(len(set(slots)) == len(slots), "a slot in two groups")
-        for size, count in zip(sizes, counts, strict=True):
-            members = [slot for slot in slots[:size] if slot in decode]
-            del slots[:size]
+        around: dict[int, tuple[int, int]] = {}  # by slot: the innermost group so far and its pages
+        for group, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+            named, slots = slots[:size], slots[size:]
+            outer = {around.get(slot, (-1, 0)) for slot in named}
+            self._check(len(set(named)) == size and len(outer) <= 1, f"slots {named} are in groups that are not nested")
+            start = max((pages for _, pages in outer), default=0)
+            self._check(count > start, f"the group of slots {named} has no pages of its own")
+            around |= dict.fromkeys(named, (group, count))
+            members = [slot for slot in named if slot in decode]
             seats = [self._seat(slot) for slot in members]
             self._check(
                 len({tuple(seat.pages[:count]) for seat in seats}) <= 1, f"slots {members} share no {count} pages"
             )
             full = all(seat.length >= count * self.hello.page_size for seat in seats)
             self._check(full, f"a shared page of slots {members} is not full")
-            self.shared_reads += max(len(members) - 1, 0) * count
+            self.shared_reads += max(len(members) - 1, 0) * (count - start)
 
     def _take_masks(self, command: StepCommand, masks: tuple[bytes, bytes] | None) -> None:
         """Exactly one TokenMasks for a step with masked slots, each of which samples; none for any other."""

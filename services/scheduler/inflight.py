@@ -32,17 +32,17 @@ class SharedGroups(NamedTuple):
     pages: bytes = b""
 
     def without(self, slot: int) -> SharedGroups:
-        """A slot that changes hands leaves its group."""
+        """A slot that changes hands leaves its groups."""
         slots = ints.unpack(self.slots)
         if slot not in slots:
             return self
-        place = slots.index(slot)
-        del slots[place]
-        sizes, group = ints.unpack(self.sizes), 0
-        while place >= sizes[group]:
-            place -= sizes[group]
-            group += 1
-        sizes[group] -= 1
+        sizes, begin = ints.unpack(self.sizes), 0
+        for group, size in enumerate(sizes):
+            members = slots[begin : begin + size]
+            if slot in members:
+                del slots[begin + members.index(slot)]
+                sizes[group] = size = size - 1
+            begin += size
         return SharedGroups(ints.pack(slots), ints.pack(sizes), self.pages)
 
 

@@ -42,13 +42,25 @@ def test_rows_with_one_prefix_are_one_group() -> None:
     assert fleet.workers["w0/1"].engine.shared_reads > 0
 
 
-def test_of_nested_prefixes_the_one_that_saves_most_is_taken() -> None:
+def test_nested_prefixes_are_nested_groups() -> None:
     fleet = LocalFleet()
     system = tokens(PAGE * 10, seed=1)
     rids = submit(fleet, system + tokens(PAGE * 40, seed=2), range(10, 12))
     rids += submit(fleet, system + tokens(PAGE * 20, seed=3), range(20, 23))
     fleet.turn()
-    assert run_until_grouped(fleet, fleet.workers["w0/1"], 5) == [(3, 30), (2, 50)]
+    assert run_until_grouped(fleet, fleet.workers["w0/1"], 5) == [(5, 10), (3, 30), (2, 50)]
+    fleet.run()
+    fleet.assert_answered(*rids)
+
+
+def test_a_level_has_pages_enough_of_its_own() -> None:
+    """Of three prefixes within each other, the second goes on for too few pages to be read by itself."""
+    fleet = LocalFleet()
+    system, chat = tokens(PAGE * 10, seed=1), tokens(PAGE * 12, seed=2)
+    rids = submit(fleet, system, range(10, 13)) + submit(fleet, system + chat[: PAGE * 3], range(20, 22))
+    rids += submit(fleet, system + chat, range(30, 32))
+    fleet.turn()
+    assert run_until_grouped(fleet, fleet.workers["w0/1"], 7) == [(7, 10), (2, 22)]
     fleet.run()
     fleet.assert_answered(*rids)
 
@@ -73,10 +85,11 @@ def test_short_prefixes_and_other_prompts_make_no_groups() -> None:
     fleet.assert_answered(*rids)
 
 
-def test_slots_that_change_hands_leave_their_group() -> None:
+def test_slots_that_change_hands_leave_their_groups() -> None:
     """Many short requests over few slots; a group with a slot of another prompt would be a protocol error."""
     fleet = LocalFleet(hello={"max_slots": 6})
-    prefixes = [tokens(PAGE * 9, seed=seed) for seed in range(3)]
+    system = tokens(PAGE * 9, seed=7)
+    prefixes = [tokens(PAGE * 9, seed=1), system, system + tokens(PAGE * 8, seed=2)]
     rids = [fleet.submit(prefixes[i % 3] + tokens(3, seed=50 + i), 2 + i % 7) for i in range(60)]
     fleet.run()
     fleet.assert_answered(*rids)
