@@ -34,7 +34,7 @@ from services.gpu_worker.memory import (
 from services.gpu_worker.model_runner import LoadedModel, ModelRunner, load_model
 from services.gpu_worker.models.config import DTYPES
 from services.gpu_worker.parallel.group import TensorGroup
-from services.gpu_worker.parallel.leader import LeadingEngine
+from services.gpu_worker.parallel.leader import lead
 from services.gpu_worker.parallel.start import open_group
 from services.gpu_worker.slots import SlotLimits
 from shared.config import WorkerConfig
@@ -72,7 +72,7 @@ def start_engine(config: WorkerConfig) -> StartedEngine:
     """The engine of a worker, or of rank 0 with the other ranks behind it. Raises ModelError, MemoryPlanError."""
     built = build_engine(config)
     if built.group is not None:
-        return StartedEngine(LeadingEngine(built.engine, built.group), built.hello, built.gauges)
+        return StartedEngine(lead(built.engine, built.group, built.device), built.hello, built.gauges)
     return StartedEngine(split(built.engine, built.device, built.graphs), built.hello, built.gauges)
 
 
@@ -104,7 +104,7 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
     tokens = config.max_batched_tokens or DEFAULT_BATCHED_TOKENS[device.type]
     runner, pages = _allocate(model, wish, pages, tokens, group, graph_plan.scratch_pages)
     log.info(f"KV cache: {pages} pages, {pages * wish.page_size} tokens, {pages * wish.bytes_per_page // MIB} MiB")
-    steps_on = graph_device(device) if group is None else None
+    steps_on = graph_device(device)
     graphs = graph_plan.capture(runner, steps_on, pages, wish.page_size, reserved) if steps_on is not None else None
     limits = SlotLimits(wish.max_slots, pages, wish.page_size, wish.max_context, model.config.vocab_size)
     hello = WorkerHello(

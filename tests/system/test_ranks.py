@@ -30,6 +30,7 @@ CONFIG: dict[str, Any] = {
     "mlp_bias": True,
     "eos_token_id": 2,
 }
+ON_CPU = "RADIXFLEET_PIPELINED_ON_CPU"
 PROMPTS = [[5, 6, 7], list(range(100, 180)), [9] * 33]
 
 
@@ -48,10 +49,12 @@ def flags(folder: Path) -> list[str]:
 
 
 def answers(server: LocalServer, tokens: int = 24) -> list[list[int]]:
-    """Greedy and seeded ids of every prompt, asked together."""
+    """Greedy, seeded and penalised ids of every prompt, asked together."""
     greedy = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     drawn = {**greedy, "temperature": 0.8, "top_p": 0.9, "sampling_seed": 7}
-    body = {"input_ids": PROMPTS * 2, "sampling_params": [greedy] * len(PROMPTS) + [drawn] * len(PROMPTS)}
+    penalised = {**drawn, "repetition_penalty": 1.3, "presence_penalty": 0.5}
+    kinds = (greedy, drawn, penalised)
+    body = {"input_ids": PROMPTS * len(kinds), "sampling_params": [kind for kind in kinds for _ in PROMPTS]}
     response = httpx.post(f"{server.url}/generate", json=body, timeout=120)
     assert response.status_code == 200, response.text
     return [answer["output_ids"] for answer in response.json()]
@@ -61,10 +64,17 @@ def second_rank(server: LocalServer) -> int:
     return next(pid for pid, command in descendants(server.process.pid).items() if "--tp-rank=1" in command)
 
 
-def test_two_ranks_answer_as_one_and_outlive_a_rank(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[list[int]]:
     with serving(*flags(folder)) as server:
-        expected = answers(server)
-    with serving(*flags(folder), "--tp-size", "2") as server:
+        return answers(server)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_two_ranks_answer_as_one_and_outlive_a_rank(folder: Path, expected: list[list[int]], halves: bool) -> None:
+    """Their steps in one piece, or in two halves as on CUDA."""
+    with serving(*flags(folder), "--tp-size", "2", env={ON_CPU: "1"} if halves else {}) as server:
+        assert ("steps are launched ahead of results" in server.output) == halves
         pids = [*descendants(server.process.pid)]
         assert answers(server) == expected
         os.kill(second_rank(server), signal.SIGKILL)

@@ -13,45 +13,62 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.gpu_worker.batch import ForwardBatch
-from services.gpu_worker.batch_builder import build_batch
 from services.gpu_worker.cuda.device import GraphDevice
 from services.gpu_worker.cuda.edits import DeviceEdits
+from services.gpu_worker.cuda.forwarding import Forwarding, Layout, account, settle
 from services.gpu_worker.cuda.graphs import DecodeGraphs
 from services.gpu_worker.cuda.launched import Launched
 from services.gpu_worker.cuda.masks import MaskUpload
 from services.gpu_worker.cuda.sampler import DeviceSampler
-from services.gpu_worker.cuda.sampling import NO_TOKEN, draw_arrays, sample_on_device
-from services.gpu_worker.cuda.staging import Staging
-from services.gpu_worker.cuda.state import DeviceState, batch_arrays, table_changes
+from services.gpu_worker.cuda.sampling import draw_arrays, sample_on_device
 from services.gpu_worker.engine import Engine, MaskSource, StepStats, extend_histories
 from services.gpu_worker.kv_cache import KVCache
-from services.gpu_worker.outcome import NOT_FINITE, NOTHING_ALLOWED, Outcome
+from services.gpu_worker.outcome import Outcome
 from services.gpu_worker.pipeline import DEPTH
-from services.gpu_worker.rows import StepRows, plan_rows
-from services.gpu_worker.sampling import extend_answers, may_stop, sample_rows, take_masks
-from services.gpu_worker.slots import column
+from services.gpu_worker.sampling import sample_rows, take_masks
+from services.gpu_worker.slots import Slots, column
 from shared.messages.step import StepCommand, StepResult
 
 Ints = NDArray[np.int64]
-HOST = torch.device("cpu")
+
+
+class Ranks(Protocol):
+    """The ranks behind this one: they launch what it launches, and settle it when it does."""
+
+    def launch(self, command: StepCommand, *, deferred: bool) -> None:
+        """The command has been found sound; its forward is enqueued next."""
+        ...
+
+    def share(self, tokens: torch.Tensor) -> None:
+        """What was drawn, int64 [n] on the device, in the order of its stream; not for deferred steps."""
+        ...
+
+    def settle(self, tokens: Ints) -> None:
+        """What the oldest step under way has drawn, of the rows that still count."""
+        ...
+
+    def settle_deferred(self, command: StepCommand, slots: Slots) -> None:
+        """The slots after the oldest step under way, which was deferred."""
+        ...
 
 
 class PipelinedEngine:
     """An engine's slots and model, driven in two halves. Between launch and complete nothing else may drive them."""
 
-    def __init__(self, engine: Engine, device: GraphDevice, graphs: DecodeGraphs | None = None) -> None:
+    def __init__(
+        self, engine: Engine, device: GraphDevice, graphs: DecodeGraphs | None = None, ranks: Ranks | None = None
+    ) -> None:
         self._engine = engine
         self.slots = engine.slots
-        self._device = device
-        self._graphs = graphs
-        self._staging = Staging(device)
-        self._state = DeviceState(engine.slots.limits, device.device)
+        self._forwarding = Forwarding(engine, device, graphs)
+        self._staging, self._state = self._forwarding.staging, self._forwarding.state
+        self._ranks = ranks
         self._edits = DeviceEdits(engine.slots, device.device)
         self._sampler = DeviceSampler(self._staging)
         self._masks = MaskUpload(device)
@@ -85,43 +102,25 @@ class PipelinedEngine:
     @torch.inference_mode()
     def launch(self, command: StepCommand) -> Launched:
         """Apply the command and enqueue its work. Raises ProtocolError and whatever the model raises."""
-        slots = self.slots
-        slots.apply(command)
-        copies = slots.copy_pairs(command)
-        rows = plan_rows(command, slots, self._engine.max_batched_tokens)
-        arrays = table_changes(command, slots) | self._edits.seat(command)
-        if copies is not None:
-            arrays["copy_sources"], arrays["copy_targets"] = copies
-        host = build_batch(rows, command, slots, HOST) if rows.num_rows else None
-        if host is not None:
-            arrays |= batch_arrays(host, rows.slots)
-        who = rows.slots[rows.sampling]
-        starts = slots.computed[rows.slots]
-        positions = (starts + rows.lengths)[rows.sampling]
-        event = self._device.event
-        step = Launched(command, rows, starts, self._is_deferred(command, rows, who), event(), event(), event())
-        arrays |= self._edits.chunks(rows, starts)
-        if not step.deferred:
-            shape, draws = draw_arrays(slots.sampling.rows(who, positions))
-            arrays |= draws | self._edits.draws(who, positions)
-            arrays["who"] = who
-        sent = self._staging.send(arrays)
-        self._state.update(sent)
+        layout = self._forwarding.lay_out(command)
+        who, positions = layout.who, layout.positions
+        layout.arrays |= self._edits.seat(command) | self._edits.chunks(layout.rows, layout.starts)
+        deferred = self._is_deferred(layout)
+        if not deferred:
+            shape, draws = draw_arrays(self.slots.sampling.rows(who, positions))
+            layout.arrays |= draws | self._edits.draws(who, positions)
+        if self._ranks is not None:
+            self._ranks.launch(command, deferred=deferred)
+        step, sent = self._forwarding.enqueue(layout, deferred=deferred)
         self._edits.update(sent)
-        if copies is not None:
-            self.kv_cache.copy_pages(sent["copy_sources"], sent["copy_targets"])
-        step.begun.record()
-        if host is not None:
-            step.logits, step.is_graph = self._forward(self._state.batch(host, sent))
-        step.forwarded.record()
-        if not step.deferred and len(who):
+        if not deferred and len(who):
             assert step.logits is not None
             self._edits.apply(step.logits, sent)
             tokens = sample_on_device(step.logits, shape, sent)
             self._edits.count(tokens, sent)
             self._keep_tokens(step, tokens, sent["who"])
         step.done.record()
-        self._account(step, who)
+        account(step, who, self.slots)
         self._flight.append(step)
         return step
 
@@ -134,61 +133,34 @@ class PipelinedEngine:
             outcome.fail(self.slots, slot, detail)
         waited_ms = self._sample_deferred(step, masks, outcome) if step.deferred else 0.0
         step.wait()
-        if not step.deferred:
-            self._settle(step, outcome)
         self._flight.popleft()
+        if step.deferred:
+            if self._ranks is not None:
+                self._ranks.settle_deferred(step.command, self.slots)
+        else:
+            tokens = step.drawn()
+            settle(step, tokens, self.slots, self._flight, outcome)
+            if self._ranks is not None:
+                self._ranks.settle(tokens)
         self._count(step, waited_ms)
         return outcome.result(step.command, incarnation, self.stats.forward_ms, waited_ms, queue_ms)
 
-    def _is_deferred(self, command: StepCommand, rows: StepRows, who: Ints) -> bool:
-        if command.masked_slots or rows.spans or self.slots.scored[who].any():
+    def _is_deferred(self, layout: Layout) -> bool:
+        slots, who = self.slots, layout.who
+        if layout.command.masked_slots or layout.rows.spans or slots.scored[who].any():
             return True
-        return any(self._edits.defers(slot) for slot in who[self.slots.edited[who]].tolist())
-
-    def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, bool]:
-        """float32 logits, and whether a graph made them: then they stay until its next replay."""
-        if self._graphs is not None and (logits := self._graphs.forward(batch)) is not None:
-            return logits, True
-        return self._engine.runner.forward(batch), False
+        return any(self._edits.defers(slot) for slot in who[slots.edited[who]].tolist())
 
     def _keep_tokens(self, step: Launched, tokens: torch.Tensor, who: torch.Tensor) -> None:
-        """For the next step where it looks for them, and for the host."""
-        self._state.last_token[who] = tokens.clamp(min=0)
+        """For the next step where it looks for them, on every rank, and for the host."""
+        if self._ranks is not None:
+            self._ranks.share(tokens)
+        self._state.keep(tokens, who)
         place = self._results[self._launches % DEPTH]
         step.tokens = place[: len(tokens)]
         step.tokens.copy_(tokens, non_blocking=True)
         step.logits = None
         self._launches += 1
-
-    def _account(self, step: Launched, who: Ints) -> None:
-        """What is known of the step's end: all but its tokens."""
-        slots, rows = self.slots, step.rows
-        slots.computed[rows.slots] += rows.lengths
-        slots.ended[list(rows.errors)] = True
-        if not step.deferred:
-            slots.last_token[who] = 0  # it has one
-            slots.remaining[who] -= 1
-            slots.ended[who] |= slots.remaining[who] <= 0
-
-    def _settle(self, step: Launched, outcome: Outcome) -> None:
-        slots, rows = self.slots, step.rows
-        extend_histories(rows, step.starts, slots)
-        if step.tokens is None:
-            return
-        who = rows.slots[rows.sampling]
-        positions = (step.starts + rows.lengths)[rows.sampling]
-        tokens = step.tokens.numpy()[step.keep]
-        for slot, token, position in zip(who.tolist(), tokens.tolist(), positions.tolist(), strict=True):
-            if token < 0:
-                outcome.fail(slots, slot, NOTHING_ALLOWED if token == NO_TOKEN else NOT_FINITE)
-            elif token not in slots.stops[slot] or not may_stop(slots, slot, position):
-                continue
-            slots.ended[slot] = True
-            for later in self._flight:
-                if later is not step:
-                    later.skip(slot, slots)
-        slots.last_token[who] = outcome.tokens[rows.outputs] = np.maximum(tokens, -1)
-        extend_answers(who, positions, tokens, slots)
 
     def _sample_deferred(self, step: Launched, masks: MaskSource, outcome: Outcome) -> float:
         """As the engine in one piece does it; returns how long the masks were waited for, in milliseconds."""
@@ -208,8 +180,8 @@ class PipelinedEngine:
             who = rows.slots[rows.sampling]
             tokens = slots.last_token[who]
             counted = self._edits.answered(who, slots.computed[who], tokens)
-            sent = self._staging.send({"who": who, "tokens": np.maximum(tokens, 0), **counted})
-            self._state.last_token[sent["who"]] = sent["tokens"]
+            sent = self._staging.send({"who": who, "tokens": tokens, **counted})
+            self._state.keep(sent["tokens"], sent["who"])
             self._edits.update(sent)
         step.done.record()
         return waited_ms

@@ -43,6 +43,10 @@ class Launched:
         """Hold the calling thread until the device has done what is enqueued of it. Raises what went wrong there."""
         self.done.wait()
 
+    def drawn(self) -> Ints:
+        """The tokens of the sampling rows that still count, once they are there; not for deferred steps."""
+        return np.zeros(0, dtype=np.int64) if self.tokens is None else self.tokens.numpy()[self.keep]
+
     def has_row_of(self, slots: Ints) -> bool:
         """Whether what is still to come of this step concerns any of `slots`."""
         return any(slot in self.rows.slots and slot not in self.skipped for slot in slots.tolist())

@@ -29,6 +29,10 @@ class DeviceState:
         if len(sent["table_places"]):
             self.tables.view(-1)[sent["table_places"]] = sent["table_pages"]
 
+    def keep(self, tokens: torch.Tensor, who: torch.Tensor) -> None:
+        """Tokens int64 [n] drawn for slots `who` [n]; below 0 for who has ended, and reads none any more."""
+        self.last_token[who] = tokens.clamp(min=0)
+
     def batch(self, host: ForwardBatch, sent: Tensors) -> ForwardBatch:
         """The batch with its tensors on the device; decode rows take the token that was sampled last."""
         slots, width = sent["slots"], host.page_tables.shape[1]

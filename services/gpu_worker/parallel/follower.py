@@ -10,11 +10,13 @@ import signal
 import numpy as np
 import structlog
 
+from services.gpu_worker.cuda.device import GraphDevice
+from services.gpu_worker.cuda.following import FollowingEngine
 from services.gpu_worker.engine import Engine
 from services.gpu_worker.memory import MemoryPlanError
 from services.gpu_worker.models.config import ModelError
 from services.gpu_worker.parallel.group import TensorGroup
-from services.gpu_worker.parallel.messages import ForgetSlots, SlotNews, decoder
+from services.gpu_worker.parallel.messages import ForgetSlots, LaunchStep, SettleStep, SlotNews, decoder
 from services.gpu_worker.slots import Slots, column
 from services.gpu_worker.startup import build_engine
 from shared import logging as service_logging
@@ -35,25 +37,39 @@ def run(config: WorkerConfig) -> int:
         log.error("cannot start", rank=config.tp_rank, reason=str(error))
         return 1
     assert built.group is not None
-    follow(built.engine, built.group)
+    follow(built.engine, built.group, built.device)
     return 0
 
 
-def follow(engine: Engine, group: TensorGroup) -> None:
-    """Execute what rank 0 says, in order, until it is gone."""
+def follow(engine: Engine, group: TensorGroup, device: GraphDevice | None = None) -> None:
+    """Execute what rank 0 says, in order, until it is gone: with a device in two halves, as rank 0 then does."""
+    ahead = None if device is None else FollowingEngine(engine, device, group)
     while True:
         try:
             data = group.broadcast()
         except RuntimeError as error:
             log.info("rank 0 is gone", detail=str(error).splitlines()[0])
             return
-        match decoder.decode(data):
-            case SlotNews() as news:
-                take(news, engine.slots)
-            case ForgetSlots():
-                engine.reset()
-            case command:
-                engine.follow(command)
+        obey(data, engine, ahead)
+
+
+def obey(data: bytes, engine: Engine, ahead: FollowingEngine | None) -> None:
+    """One word of rank 0."""
+    match decoder.decode(data):
+        case SlotNews() as news:
+            take(news, engine.slots)
+            if ahead is not None:
+                ahead.settle_deferred()
+        case ForgetSlots():
+            (ahead or engine).reset()
+        case LaunchStep() as step:
+            assert ahead is not None
+            ahead.launch(step.command, deferred=step.deferred)
+        case SettleStep() as step:
+            assert ahead is not None
+            ahead.settle(column(step.tokens))
+        case command:
+            engine.follow(command)
 
 
 def take(news: SlotNews, slots: Slots) -> None:

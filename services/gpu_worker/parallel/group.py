@@ -91,6 +91,10 @@ class TensorGroup:
             return self._fused(x, residual, weight, eps)
         return add_norm(self.sum(x), residual, weight, eps)
 
+    def share(self, x: torch.Tensor) -> None:
+        """x becomes what it is on rank 0."""
+        dist.broadcast(x, src=0, group=self._on_device)
+
     def gather_columns(self, part: torch.Tensor) -> torch.Tensor | None:
         """[rows, c] of every rank -> [rows, size * c] on rank 0, None elsewhere; `rows` is the same on all."""
         if not part.numel():

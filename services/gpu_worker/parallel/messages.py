@@ -9,7 +9,7 @@ from shared.messages.step import StepCommand
 
 
 class SlotNews(Message, frozen=True, tag=90):
-    """What sampling changed in the slots of the step before: int32 columns, `ended` one byte each."""
+    """What sampling changed in the slots of the oldest step under way: int32 columns, `ended` one byte each."""
 
     slots: bytes = b""
     last_tokens: bytes = b""
@@ -21,7 +21,20 @@ class ForgetSlots(Message, frozen=True, tag=91):
     """A new incarnation: no slot is open any more."""
 
 
-ToFollower = StepCommand | SlotNews | ForgetSlots
+class LaunchStep(Message, frozen=True, tag=92):
+    """First half of a step: enqueue its forward. Unless it is deferred, its tokens follow in the stream."""
+
+    command: StepCommand
+    deferred: bool = False
+
+
+class SettleStep(Message, frozen=True, tag=93):
+    """Second half of the oldest step under way, one that is not deferred; for one that is, SlotNews."""
+
+    tokens: bytes = b""  # int32, of the rows that still count
+
+
+ToFollower = StepCommand | SlotNews | ForgetSlots | LaunchStep | SettleStep
 
 encode = msgspec.msgpack.Encoder().encode
 decoder: msgspec.msgpack.Decoder[ToFollower] = msgspec.msgpack.Decoder(ToFollower)
