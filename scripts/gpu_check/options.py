@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,24 @@ class Options:
     quick: bool
     attention: str
 
-    def prompts(self, number: int, length: int, vocab: int, *, shared: int = 0) -> list[list[int]]:
-        """Random tokens, the same in every run; the first `shared` of all prompts are equal."""
+    def prompts(
+        self, number: int, length: int, vocab: int, *, shares: Sequence[tuple[range, int]] = ()
+    ) -> list[list[int]]:
+        """Random tokens, the same in every run, after (prompts, tokens): whose first so many tokens are equal.
+
+        These are nested, the outer before the inner.
+        """
         rng = np.random.default_rng(number)
-        prefix = rng.integers(3, vocab, shared).tolist()
+        prefixes: list[list[int]] = [[] for _ in range(number)]
+        for members, tokens in shares:
+            start = prefixes[members.start]
+            prefix = [*start, *rng.integers(3, vocab, tokens - len(start)).tolist()]
+            for row in members:
+                prefixes[row] = prefix
         lengths = rng.integers(max(1, length // 2), length + 1, number)
-        return [[*prefix, *rng.integers(3, vocab, size).tolist()] for size in lengths]
+        return [
+            [*prefix, *rng.integers(3, vocab, size).tolist()] for prefix, size in zip(prefixes, lengths, strict=True)
+        ]
 
     @property
     def dtype(self) -> str:

@@ -38,6 +38,8 @@ from shared.transport import Frames, Server
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 MaskMaker = Callable[[int, int], np.ndarray]
 """(sequence, step) -> bool [vocab]: what may be sampled."""
+Shares = Sequence[tuple[range, int]]
+"""(sequences, pages): whose first so many pages are the same; nested, the outer before the inner."""
 
 
 class WorkerFailed(RuntimeError):
@@ -105,8 +107,8 @@ class Player:
 
     async def decode_gauges(self, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
         """Gauges while the last step was one of decode rows only."""
-        seats = await self._prefill(prompts, GREEDY, 4, 0, 0, None)
-        await self._decode(seats, 2, 1, False, 0, None, 1)
+        seats = await self._prefill(prompts, GREEDY, 4, (), 0, None)
+        await self._decode(seats, 2, 1, (), None, 1)
         found = await self.gauges()
         self._close(seats)
         await self._send({})
@@ -120,7 +122,7 @@ class Player:
         *,
         depth: int = 2,
         params: SamplingParams = GREEDY,
-        shared_pages: int = 0,
+        shares: Shares = (),
         groups: bool = False,
         chunk: int = 0,
         mask: MaskMaker | None = None,
@@ -128,21 +130,22 @@ class Player:
     ) -> list[Answer]:
         """`count` tokens for every prompt, all rows in each step, `depth` steps in flight.
 
-        shared_pages     the prompts' first pages are the same: computed once, and with `groups` said to be shared
+        shares           pages that are computed once, by the first of the sequences; with `groups` said to be shared
         interrupt_after  after so many tokens all seats are taken away; prompt and answer are computed anew elsewhere
         """
-        seats = await self._prefill(prompts, params, count, shared_pages, chunk, mask)
+        seats = await self._prefill(prompts, params, count, shares, chunk, mask)
+        told = shares if groups else ()
         if interrupt_after:
-            await self._decode(seats, interrupt_after - 1, depth, groups, shared_pages, mask, 1)
+            await self._decode(seats, interrupt_after - 1, depth, told, mask, 1)
             answers = [seat.answer for seat in seats]
             self._close(seats)
             known = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers, strict=True)]
             # Pages are handed out from the other end now: nothing of the former ones can be of use by chance.
             self._free_pages.reverse()
-            seats = await self._prefill(known, params, count - interrupt_after, 0, chunk, mask, answers)
-            await self._decode(seats, count - interrupt_after - 1, depth, False, 0, mask, interrupt_after + 1)
+            seats = await self._prefill(known, params, count - interrupt_after, (), chunk, mask, answers)
+            await self._decode(seats, count - interrupt_after - 1, depth, (), mask, interrupt_after + 1)
         else:
-            await self._decode(seats, count - 1, depth, groups, shared_pages, mask, 1)
+            await self._decode(seats, count - 1, depth, told, mask, 1)
         self._close(seats)
         await self._send({})
         await self._settle(0)
@@ -150,7 +153,7 @@ class Player:
 
     async def score(self, prompt: Sequence[int], chunk: int) -> list[float]:
         """Log-probabilities of the prompt's tokens after the first, computed in chunks of so many tokens."""
-        (seat,) = self._seat([prompt], SamplingParams(temperature=0.0), 0, [Answer()])
+        (seat,) = self._seat([prompt], SamplingParams(temperature=0.0), (), [Answer()])
         scores: list[float] = []
         for start in range(0, len(prompt), chunk):
             end = min(start + chunk, len(prompt))
@@ -172,7 +175,7 @@ class Player:
         room = context + steps + 4
         prompts = [[1] * room] * rows
         params = SamplingParams(temperature=0.0)
-        seats = self._seat(prompts, params, 0, [Answer() for _ in prompts])
+        seats = self._seat(prompts, params, (), [Answer() for _ in prompts])
         opens = tuple(self._open(seat, [1] * context, params, context - 1, steps + 4) for seat in seats)
         per_step = max(1, self.hello.max_batched_tokens)
         for first in range(0, rows, per_step):
@@ -201,7 +204,7 @@ class Player:
         for number in range(repeat):
             prompt = [(7 * i + number) % self.hello.vocab_size for i in range(tokens)]
             params = SamplingParams(temperature=0.0)
-            (seat,) = self._seat([prompt], params, 0, [Answer()])
+            (seat,) = self._seat([prompt], params, (), [Answer()])
             opened = self._open(seat, prompt, params, 0, 1)
             started = time.perf_counter()
             await self._send({"opens": (opened,), "prefills": (PrefillRow(seat.slot, ints.pack(prompt)),)}, [seat])
@@ -219,17 +222,17 @@ class Player:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         count: int,
-        shared_pages: int,
+        shares: Shares,
         chunk: int,
         mask: MaskMaker | None,
         answers: list[Answer] | None = None,
     ) -> list[_Seat]:
         """One prompt after the other, in chunks; each chunk is a step."""
         first_step = len(answers[0].tokens) if answers else 0
-        seats = self._seat(prompts, params, shared_pages, answers or [Answer() for _ in prompts])
+        seats = self._seat(prompts, params, shares, answers or [Answer() for _ in prompts])
         chunk = min(chunk or self.hello.max_batched_tokens, self.hello.max_batched_tokens)
         for index, (seat, prompt) in enumerate(zip(seats, prompts, strict=True)):
-            computed = shared_pages * self.hello.page_size if index else 0
+            computed = _copied(index, shares)[1] * self.hello.page_size
             opens: tuple[SlotOpen, ...] = (self._open(seat, prompt, params, computed, count),)
             for start in range(computed, len(prompt), chunk):
                 part = prompt[start : start + chunk]
@@ -250,8 +253,7 @@ class Player:
         seats: list[_Seat],
         steps: int,
         depth: int,
-        groups: bool,
-        shared_pages: int,
+        groups: Shares,
         mask: MaskMaker | None,
         first_step: int,
     ) -> None:
@@ -259,9 +261,9 @@ class Player:
         fields: dict[str, Any] = {"decode_slots": slots}
         if groups:
             fields |= {
-                "group_slots": slots,
-                "group_sizes": ints.pack([len(seats)]),
-                "group_pages": ints.pack([shared_pages]),
+                "group_slots": ints.pack(seats[row].slot for members, _ in groups for row in members),
+                "group_sizes": ints.pack(len(members) for members, _ in groups),
+                "group_pages": ints.pack(pages for _, pages in groups),
             }
         for number in range(steps):
             grown: list[tuple[int, int]] = []
@@ -280,12 +282,13 @@ class Player:
         await self._settle(0)
 
     def _seat(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, shared_pages: int, answers: list[Answer]
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, shares: Shares, answers: list[Answer]
     ) -> list[_Seat]:
-        shared = [self._free_pages.pop() for _ in range(shared_pages)]
-        seats = []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            own = -(-len(prompt) // self.hello.page_size) - shared_pages
+        seats: list[_Seat] = []
+        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            first, count = _copied(index, shares)
+            shared = seats[first].pages[:count] if count else []
+            own = -(-len(prompt) // self.hello.page_size) - count
             pages = [*shared, *(self._free_pages.pop() for _ in range(own))]
             seats.append(_Seat(self._free_slots.pop(), 0, pages, answer))
         return seats
@@ -356,3 +359,9 @@ class Player:
     def _receive(self, identity: bytes, message: FromWorker, frames: Frames) -> None:
         self._identity = identity
         self._news.put_nowait(message)
+
+
+def _copied(index: int, shares: Shares) -> tuple[int, int]:
+    """(which earlier sequence has them, how many): the most pages that the sequence finds computed."""
+    found = [(members.start, pages) for members, pages in shares if index in members and index > members.start]
+    return max(found, key=lambda share: share[1], default=(0, 0))

@@ -72,8 +72,9 @@ def test_shared_pages_copied_pages_and_groups_change_nothing(model: tuple[Path, 
     rows = (prefill(1, others[0][14:]), prefill(2, others[1][13:]))
     first = tokens(driver.step([0], opens=opens, prefills=rows, page_copies=pack([3, 20, 3, 30])))
     out = [[*out[0], first[0]], [first[1]], [first[2]]]
-    groups = {"group_slots": pack([2, 0, 1]), "group_sizes": pack([3]), "group_pages": pack([3])}
-    for _ in range(5):
+    flat = {"group_slots": pack([2, 0, 1]), "group_sizes": pack([3]), "group_pages": pack([3])}
+    nested = {"group_slots": pack([2, 0, 1, 0, 2]), "group_sizes": pack([3, 2]), "group_pages": pack([1, 3])}
+    for groups in (flat, nested, nested, flat, {}):
         for row, token in zip((1, 0, 2), tokens(driver.step([1, 0, 2], **groups)), strict=True):
             out[row].append(token)
     assert out[0] == generate(theirs, prompt, 7)

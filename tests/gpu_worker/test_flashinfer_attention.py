@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from services.gpu_worker.attention.base import AttentionSpec, GraphAttention
 from services.gpu_worker.attention.cascade import CascadeCosts
-from services.gpu_worker.attention.page_lists import keys_read, page_lists
+from services.gpu_worker.attention.page_lists import keys_read, page_spans
 from services.gpu_worker.attention.reference import ReferenceAttention
 from services.gpu_worker.kv_cache import as_bytes
 from tests.gpu_worker.flashinfer_fake import FakeFlashInfer, Refused
@@ -152,16 +152,16 @@ def test_rows_beyond_their_tables_are_refused() -> None:
         scene.backend(FakeFlashInfer(float32=True)).plan(batch)
 
 
-def test_page_lists() -> None:
+def test_page_spans() -> None:
     tables = torch.tensor([[7, 3, 9], [1, 8, 2]], dtype=torch.int32).numpy()
     lengths = torch.tensor([6, 12], dtype=torch.int32).numpy()
-    lists = page_lists(tables, lengths, 4)
-    assert (lists.indptr.tolist(), lists.indices.tolist()) == ([0, 2, 5], [7, 3, 1, 8, 2])
-    assert lists.last_page_len.tolist() == [2, 4]
-    cut = page_lists(tables, lengths, 4, torch.tensor([1, 0], dtype=torch.int32).numpy())
-    assert (cut.indptr.tolist(), cut.indices.tolist()) == ([0, 1, 4], [3, 1, 8, 2])
+    spans = page_spans(lengths, 4, 3)
+    assert (spans.indptr.tolist(), spans.pages(tables).tolist()) == ([0, 2, 5], [7, 3, 1, 8, 2])
+    assert spans.last_page_len.tolist() == [2, 4]
+    cut = page_spans(lengths, 4, 3, torch.tensor([1, 0], dtype=torch.int32).numpy())
+    assert (cut.indptr.tolist(), cut.pages(tables).tolist()) == ([0, 1, 4], [3, 1, 8, 2])
     with pytest.raises(ValueError, match="no tokens"):
-        page_lists(tables, lengths, 4, torch.tensor([2, 0], dtype=torch.int32).numpy())
+        page_spans(lengths, 4, 3, torch.tensor([2, 0], dtype=torch.int32).numpy())
 
 
 @given(rows=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), max_size=5), window=st.integers(0, 12))

@@ -80,6 +80,30 @@ def test_cascades(api: FlashInferApi, groups: list[tuple[list[int], int]]) -> No
         check(api, card([1010, 1100, 1200, 1009], prefills, groups=groups), costs=FREE)
 
 
+TREE = [(range(6), 20), (range(6, 12), 9), ([4, 0, 2], 40), ([9, 7, 8], 30), ([2, 4], 50), ([7, 9], 31)]
+"""Rows 1, 3, 5 are in no inner group of the first, 6, 10, 11 in none of the second, 12 in none at all."""
+
+
+@pytest.mark.parametrize("heads", [4, 8, 10, 18], ids=lambda heads: f"groups of {heads // 2}")
+def test_nested_cascades(api: FlashInferApi, heads: int) -> None:
+    lengths = [810 + 7 * row for row in range(13)]
+    groups = [(list(rows), pages) for rows, pages in TREE]
+    scene = card(lengths, [(10, 30)], groups=groups, heads=heads)
+    cache = scene.cache()
+    attention = scene.backend(api, cache, costs=FREE)
+    torch.testing.assert_close(scene.layers(attention), scene.expected(), **CLOSE)
+    spared = (5 * 20 + 5 * 9 + 2 * 20 + 2 * 21 + 1 * 10 + 1 * 1) * 16
+    assert attention.kv_bytes_read == (sum(lengths) + 40 - spared) * scene.shape().bytes_per_key
+    check(api, card(lengths, groups=groups, heads=heads, scales=((0.03, 0.02),)), costs=FREE)
+
+
+def test_requests_without_pages(api: FlashInferApi) -> None:
+    """More than 64 rows between the groups of a level, for which some cards have a kernel of their own."""
+    outer = [(list(range(100)), 30), (list(range(100, 200)), 30)]
+    inner = [(list(range(10)), 32), (list(range(100, 170)), 31)]
+    check(api, card([520 + row % 9 for row in range(200)], groups=outer + inner), costs=FREE)
+
+
 def test_a_cascade_of_many_rows(api: FlashInferApi) -> None:
     rows = list(range(100))
     check(api, card([520 + row for row in rows], groups=[(rows, 32)]), costs=FREE)

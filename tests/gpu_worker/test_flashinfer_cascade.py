@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.gpu_worker.attention.base import AttentionSpec
@@ -155,29 +155,36 @@ def test_a_level_more_must_save_more_than_it_costs() -> None:
     assert [level.rows for level in few.levels] == [61]
 
 
-def nested(
-    draw: st.DrawFn, decodes: list[int], among: list[int], start: int, depth: int
-) -> list[tuple[list[int], int]]:
+def nested(draw: st.DrawFn, among: list[int], start: int, depth: int) -> list[tuple[list[int], int]]:
     """Groups among the rows, with more than `start` pages, and groups within these; the outer before the inner."""
     left = draw(st.permutations(among))
     groups: list[tuple[list[int], int]] = []
-    while len(left) >= 2 and draw(st.booleans()):
+    while depth and len(left) >= 2 and draw(st.sampled_from([True, True, True, False])):
         count = draw(st.integers(2, len(left)))
         members, left = list(left[:count]), left[count:]
-        most = (min(decodes[row] for row in members) - 1) // PAGE
-        if most > start:
-            pages = draw(st.integers(start + 1, most))
-            groups.append((members, pages))
-            groups += nested(draw, decodes, members, pages, depth - 1) if depth > 1 else []
+        pages = start + draw(st.integers(1, 3))
+        groups += [(members, pages), *nested(draw, members, pages, depth - 1)]
     return groups
 
 
 @st.composite
 def trees(draw: st.DrawFn, most: int, depth: int = MAX_LEVELS) -> tuple[list[int], list[tuple[list[int], int]]]:
-    decodes = draw(st.lists(st.integers(18, 130), min_size=2, max_size=most))
-    return decodes, nested(draw, decodes, list(range(len(decodes))), 0, depth)
+    """Lengths of the decode rows, and groups among them."""
+    shared = [0] * draw(st.integers(3, most))
+    groups = nested(draw, list(range(len(shared))), 0, depth)
+    for rows, pages in groups:
+        for row in rows:
+            shared[row] = pages
+    return [pages * PAGE + draw(st.integers(1, 40)) for pages in shared], groups
 
 
+BETWEEN = (  # in the second level row 7 lies between the groups; the third has one group
+    [60, 61, 50, 51, 80, 91, 92, 63, 70],
+    [([3, 2, 1, 0], 1), ([7, 6, 5, 4], 2), ([1, 0], 3), ([4, 5, 6], 3), ([5, 6], 5)],
+)
+
+
+@example(tree=BETWEEN, window=0)
 @given(tree=trees(12, depth=5), window=st.sampled_from([0, 0, 60]))
 def test_every_row_reads_its_own_pages_in_order(
     tree: tuple[list[int], list[tuple[list[int], int]]], window: int
@@ -213,6 +220,7 @@ def scenes(draw: st.DrawFn) -> Scene:
 
 
 @settings(max_examples=25, deadline=None)
+@example(scene=Scene(BETWEEN[0], [(5, 7)], BETWEEN[1]))
 @given(scene=scenes())
 def test_a_cascade_equals_plain_decode(scene: Scene) -> None:
     actual = scene.layers(scene.backend(FakeFlashInfer(float32=True), costs=FREE))
@@ -234,6 +242,7 @@ def test_it_does_cascade() -> None:
 
 
 @settings(max_examples=25, deadline=None)
+@example(tree=BETWEEN)
 @given(tree=trees(7))
 def test_every_shared_page_is_read_once(tree: tuple[list[int], list[tuple[list[int], int]]]) -> None:
     scene = Scene(tree[0], [], tree[1], specs=(AttentionSpec(0.125), AttentionSpec(0.125)))

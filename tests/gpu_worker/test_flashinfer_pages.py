@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from services.gpu_worker.attention import flashinfer_parts
 from services.gpu_worker.attention.flashinfer_parts import PlannedPages, gather_pages
-from services.gpu_worker.attention.page_lists import page_lists, page_spans
+from services.gpu_worker.attention.page_lists import PageSpans, page_spans
 from tests.gpu_worker.flashinfer_fake import FakeFlashInfer
 from tests.gpu_worker.flashinfer_scene import Scene
 from tests.gpu_worker.tiny_models import UNDEFINED_PAGE
@@ -34,13 +34,21 @@ def test_gathered_lists_are_the_hosts(seed: int, lengths: list[int], page_size: 
     tokens = np.array(lengths, dtype=np.int32)
     skip = np.array([rng.integers(count) for count in pages], dtype=np.int32)
     for cut in (None, skip):
-        expected = page_lists(tables[rows], tokens, page_size, cut)
+        expected = page_spans(tokens, page_size, width, cut)
         spans = page_spans(tokens, page_size, width, cut, rows)
-        assert spans.pages(tables).tolist() == expected.indices.tolist()
+        assert spans.pages(tables).tolist() == expected.pages(tables[rows]).tolist()
         found = PlannedPages.gathered(spans, torch.from_numpy(tables))
         assert found.indices.dtype == torch.int32
-        for name in ("indptr", "indices", "last_page_len"):
+        assert found.indices.tolist() == spans.pages(tables).tolist()
+        for name in ("indptr", "last_page_len"):
             assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+
+
+def test_runs_without_pages_among_others() -> None:
+    tables = np.arange(24, dtype=np.int32).reshape(3, 8)
+    indptr, last = np.array([0, 0, 2, 2, 3], dtype=np.int32), np.array([0, 16, 0, 16], dtype=np.int32)
+    spans = PageSpans(np.array([0, 2, 0, 1]), np.array([0, 3, 0, 7]), indptr, last)
+    assert spans.pages(tables).tolist() == gather_pages(spans, torch.from_numpy(tables)).tolist() == [19, 20, 15]
 
 
 def test_tables_with_gaps_between_their_rows() -> None:

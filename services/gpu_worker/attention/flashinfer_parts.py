@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from services.gpu_worker.attention.base import AttentionSpec
 from services.gpu_worker.attention.flashinfer_api import FlashInferApi
-from services.gpu_worker.attention.page_lists import PageLists, PageSpans
+from services.gpu_worker.attention.page_lists import PageSpans
 from services.gpu_worker.kv_cache import KV_LAYOUT, KVCache, to_fp8
 from services.gpu_worker.models.config import ModelConfig
 
@@ -160,7 +160,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class PlannedPages:
-    """PageLists as tensors: ends and lengths stay on the host, where planning reads them, page ids are on the device.
+    """PageSpans as tensors: ends and lengths stay on the host, where planning reads them, page ids are on the device.
 
     No plan that this worker makes copies the ids back: of 0.7.4 only cuDNN's decode does, which `import_flashinfer`
     keeps "auto" from.
@@ -169,11 +169,6 @@ class PlannedPages:
     indptr: torch.Tensor
     indices: torch.Tensor
     last_page_len: torch.Tensor
-
-    @classmethod
-    def of(cls, lists: PageLists, device: torch.device) -> PlannedPages:
-        """With ids that go up."""
-        return cls(pinned(lists.indptr, device), upload(lists.indices, device), pinned(lists.last_page_len, device))
 
     @classmethod
     def gathered(cls, spans: PageSpans, tables: torch.Tensor) -> PlannedPages:

@@ -42,15 +42,6 @@ class PageSpans:
         return np.concatenate(parts, dtype=np.int32) if parts else np.zeros(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
-class PageLists:
-    """The pages of n rows one after the other; a row has at least one page."""
-
-    indptr: Int32s  # [n + 1]
-    indices: Int32s  # [indptr[-1]]
-    last_page_len: Int32s  # [n], tokens in each row's last page, 1 .. page size
-
-
 def page_spans(
     lengths: Int32s, page_size: int, width: int, skip: Int32s | None = None, rows: Int32s | Ints | None = None
 ) -> PageSpans:
@@ -72,12 +63,6 @@ def page_spans(
         indptr.astype(np.int32),
         ((lengths - 1) % page_size + 1).astype(np.int32),
     )
-
-
-def page_lists(tables: Int32s, lengths: Int32s, page_size: int, skip: Int32s | None = None) -> PageLists:
-    """The pages of rows with tables [n, P] and `lengths` [n] tokens, as `page_spans` cuts them. Raises as it does."""
-    spans = page_spans(lengths, page_size, tables.shape[1], skip)
-    return PageLists(spans.indptr, spans.pages(tables), spans.last_page_len)
 
 
 def keys_read(qo_lengths: Int32s, kv_lengths: Int32s, window: int) -> int:
