@@ -146,6 +146,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _text("--attention-backend", "kernels of attention: native on CPU, flashinfer on CUDA [auto]",
               ("auto", "native", "flashinfer", "reference")),
         _text("--moe-backend", "kernels of experts on CUDA [auto]", ("auto", "flashinfer", "torch")),
+        _text("--page-transport", "how KV pages go to other workers: NIXL between GPUs that have it, or sockets [auto]",
+              ("auto", "zmq", "nixl")),
         _switch("--disable-cuda-graph", help="launch every kernel of a decode step by itself"),
         _int("--cuda-graph-max-bs", "rows of the largest CUDA graph [--max-running-requests]"),
         _int("--threads", "threads of a worker on CPU [physical cores shared by the workers]"),

@@ -1,6 +1,7 @@
-"""Reads from a FlashInfer wheel the signatures of what the worker calls, without installing or importing it.
+"""Reads from a wheel of FlashInfer or NIXL the signatures of what the worker calls, without installing or importing it.
 
-python scripts/flashinfer_signatures.py WHEEL > tests/gpu_worker/flashinfer_signatures.json
+python scripts/flashinfer_signatures.py FLASHINFER_WHEEL > tests/gpu_worker/flashinfer_signatures.json
+python scripts/flashinfer_signatures.py NIXL_CU12_WHEEL > tests/gpu_worker/nixl_signatures.json
 """
 
 from __future__ import annotations
@@ -32,6 +33,29 @@ WANTED = {
     "fused_moe/core": ["cutlass_fused_moe", "cutlass_fused_moe_workspace_size"],
 }
 
+WANTED_OF_NIXL = {
+    "_api": [
+        "nixl_agent_config.__init__",
+        *(
+            f"nixl_agent.{method}"
+            for method in (
+                "__init__",
+                "register_memory",
+                "deregister_memory",
+                "get_agent_metadata",
+                "add_remote_agent",
+                "remove_remote_agent",
+                "get_xfer_descs",
+                "initialize_xfer",
+                "transfer",
+                "check_xfer_state",
+                "release_xfer_handle",
+                "get_new_notifs",
+            )
+        ),
+    ]
+}
+
 
 def signatures(wheel: Path) -> dict[str, Any]:
     """The wheel's name, and for each wanted function its parameters as [name, kind] or [name, kind, default].
@@ -39,9 +63,11 @@ def signatures(wheel: Path) -> dict[str, Any]:
     Raises KeyError naming what the wheel lacks.
     """
     found: dict[str, Any] = {"wheel": wheel.name, "signatures": {}}
+    is_nixl = wheel.name.startswith("nixl")
+    package = wheel.name.partition("-")[0] if is_nixl else "flashinfer"
     with zipfile.ZipFile(wheel) as archive:
-        for module, names in WANTED.items():
-            functions = _functions(ast.parse(archive.read(f"flashinfer/{module}.py")))
+        for module, names in (WANTED_OF_NIXL if is_nixl else WANTED).items():
+            functions = _functions(ast.parse(archive.read(f"{package}/{module}.py")))
             for name in names:
                 found["signatures"][name] = _parameters(functions[name].args)
     return found
@@ -76,8 +102,11 @@ def _row(arg: ast.arg, kind: str, default: ast.expr | None) -> list[Any]:
 
 
 def _value(default: ast.expr) -> Any:
-    """What is written there; of a name, which only the package could tell the value of, its text."""
-    return ast.unparse(default) if isinstance(default, ast.Name | ast.Attribute) else ast.literal_eval(default)
+    """What is written there; of a name, which only the package could tell the value of, and of bytes their text."""
+    if isinstance(default, ast.Name | ast.Attribute):
+        return ast.unparse(default)
+    value = ast.literal_eval(default)
+    return repr(value) if isinstance(value, bytes) else value
 
 
 if __name__ == "__main__":

@@ -145,6 +145,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     disk_cache_gb: Annotated[float, Meta(ge=0)] = 0.0  # and for those that leave the memory
     disk_cache_dir: str = ""  # in a folder of its own below this one
     kv_bind: str = ""  # where other workers send pages to; empty: beside the way to the scheduler
+    page_transport: typing.Literal["auto", "zmq", "nixl"] = "auto"  # how pages go to other workers
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: NonNegative = 0  # rows of the largest graph; 0: as many as there are slots
 

@@ -120,6 +120,11 @@ def close() -> None:
     _state.keyring = None
 
 
+def in_use() -> bool:
+    """Whether tcp sockets are under CURVE."""
+    return _state.keyring is not None
+
+
 def secure_server(
     socket: zmq.Socket[bytes], endpoint: str, context: zmq.Context[zmq.Socket[bytes]], edge: str, peers: Iterable[str]
 ) -> None:

@@ -22,7 +22,8 @@ from services.gpu_worker.models.config import ModelError
 from services.gpu_worker.session import Session
 from services.gpu_worker.startup import StartedEngine, start_engine
 from services.gpu_worker.step_size import StepSize, StepSizes
-from services.gpu_worker.transfer.moves import PageMoves
+from services.gpu_worker.transfer.moves import PageMoves, open_ways
+from services.gpu_worker.transfer.nixl_api import NixlMissing
 from shared.config import WorkerConfig
 from shared.messages.control import Heartbeat, Ping, Pong
 from shared.messages.edges import KvOrder, ToWorker
@@ -85,11 +86,12 @@ class Worker:
         self._loading = True
         try:
             started = await self._compute.call(lambda: self._start_engine(self._config))
-        except (ModelError, MemoryPlanError) as error:
+            ways = await self._compute.call(lambda: open_ways(self._config, self._worker_id, started))
+        except (ModelError, MemoryPlanError, NixlMissing) as error:
             raise CannotStart(str(error)) from error
         self._loading = False
         self._executor = Executor(started.engine, Activity(), self._compute, self._reply)
-        self._pages = PageMoves(self._config, self._worker_id, started, self._compute, self._send)
+        self._pages = PageMoves(self._config, ways, started, self._compute, self._send)
         self._hello = self._pages.complete(started.hello)
         self._sizes = StepSizes(StepSize(started.hello.max_batched_tokens, started.hello.max_slots))
         self._gauges = started.gauges

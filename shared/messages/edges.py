@@ -9,11 +9,13 @@ from shared.messages.kv import (
     KvDone,
     KvInventory,
     KvLoad,
+    KvOffer,
     KvReady,
     KvReceive,
     KvSend,
     KvStore,
     KvStored,
+    KvTaken,
 )
 from shared.messages.request import (
     AbortRequest,
@@ -51,4 +53,4 @@ KvOrder = KvSend | KvReceive | KvCancel | KvStore | KvLoad
 
 FromWorker = WorkerHello | Heartbeat | StepResult | WorkerFault | KvTold | WorkerDrain | Ping | Pong
 ToWorker = WorkerWelcome | WorkerReset | StepCommand | TokenMasks | KvOrder | Drain | Ping | Pong
-WorkerToWorker = KvChunk
+WorkerToWorker = KvChunk | KvOffer | KvTaken

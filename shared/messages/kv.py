@@ -33,6 +33,29 @@ class KvChunk(Message, frozen=True, tag=42):
     format: str = ""  # dtype, and for scaled values which scales
 
 
+class KvOffer(Message, frozen=True, tag=52):
+    """Instead of the bytes of `chunk`: they lie in memory that the target's NIXL agent may read.
+
+    The next frame is the metadata of the source's agent. `chunk.checksum` is that of `transfer.staged`.
+    """
+
+    chunk: KvChunk
+    agent: str
+    memory: Literal["DRAM", "VRAM"]
+    address: int
+    device: int
+    answer_to: str  # endpoint of the source's own socket
+
+
+class KvTaken(Message, frozen=True, tag=53):
+    """The answer to an offer: what lies there has been read, or the source has to send by the socket from here on."""
+
+    transfer_id: int
+    first: int
+    ok: bool
+    detail: str = ""
+
+
 class KvReady(Message, frozen=True, tag=47):
     """The target awaits the pages of this transfer: they may be sent."""
 

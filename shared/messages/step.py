@@ -35,7 +35,7 @@ class WorkerHello(Message, frozen=True, tag=30):
     kv_layout: str
     kv_bytes_per_page: int
     tp_size: int = 1
-    kv_endpoints: tuple[str, ...] = ()  # one per rank; empty: no transfers
+    kv_endpoints: tuple[str, ...] = ()  # a socket, `nixl:AGENT` where offers are taken too; empty: no transfers
     protocol: int = PROTOCOL_VERSION
     host_pages: int = 0  # pages its cache tiers hold beyond the device
     disk_pages: int = 0
@@ -86,6 +86,10 @@ class PrefillRow(Message, frozen=True):
 
 
 class StepCommand(Message, frozen=True, tag=33):
+    """Groups of decode rows that share pages are nested: two of them have no slot in common, or the later one's slots
+    are among the earlier one's and it has more pages. A slot may be named that has no row, so that groups outlive rows.
+    """
+
     step_id: int  # dense per worker and epoch, from 0
     epoch: int
     decode_slots: bytes = b""  # int32: each row's input is the slot's own last sampled token
@@ -97,7 +101,7 @@ class StepCommand(Message, frozen=True, tag=33):
     page_ids: bytes = b""
     page_copies: bytes = b""  # int32 pairs (source, target)
     group_slots: bytes = b""  # int32: slots of the decode rows that share pages, group after group
-    group_sizes: bytes = b""  # int32: rows of each group
+    group_sizes: bytes = b""  # int32: rows of each group; the outer before the inner
     group_pages: bytes = b""  # int32: full pages from position 0 that each group shares
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.transfer import device_pages
 from services.gpu_worker.transfer.page_io import PageIO, PendingRead
+from services.gpu_worker.transfer.staged import as_unsigned, checksum, device_checksum
 
 PAGES = 16
 
@@ -244,3 +245,51 @@ def test_any_order_of_steps_stores_and_loads(data: st.DataObject) -> None:
         assert reading.result().tobytes() == expected
     device.compute.drain()
     assert content(cache, list(range(PAGES))) == content(truth, list(range(PAGES)))
+
+
+@pytest.mark.parametrize("quick", QUICK)
+def test_staged_pages_wait_for_no_step_and_come_back_as_they_were(quick: str) -> None:
+    device, cache, pages = stage(quick)
+    plain, before = PageIO(cache), content(cache, [1, 2])
+    device.step(lambda: fill(cache, 9, 1.0))
+    staged = pages.staging(2 * pages.page_bytes)
+    total = pages.stage([1, 2], staged)
+    assert staged.numpy().tobytes() == before
+    assert total == pages.checksum(staged) == plain.checksum(staged) == plain.stage([1, 2], plain.staging(len(staged)))
+    assert device.compute_waits == 0
+    assert quick == "compute" or device.compute.done == 0
+    pages.unstage([11, 10], staged)
+    assert content(cache, [11, 10]) == before
+    device.compute.drain()
+    for io in (pages, plain):
+        with pytest.raises(IndexError):
+            io.stage([PAGES], staged[: pages.page_bytes])
+        with pytest.raises(IndexError):
+            io.unstage([-1], staged[: pages.page_bytes])
+
+
+def test_staged_pages_come_after_the_last_steps_of_a_life() -> None:
+    device, cache, pages = stage("neither")
+    device.step(lambda: fill(cache, 3, 1.0))
+    pages.fence()
+    staged = pages.staging(pages.page_bytes)
+    pages.stage([3], staged)
+    assert staged.numpy().tobytes() == content(cache, [3])
+    assert bool((cache.layers[0][3] == 1.0).all())
+
+
+@given(data=st.binary(min_size=1, max_size=100), where=st.integers(0, 99), other=st.integers(1, 255))
+def test_a_checksum_is_the_same_on_host_and_device_and_finds_a_byte(data: bytes, where: int, other: int) -> None:
+    whole = np.frombuffer(bytearray(data), np.uint8)
+    total = checksum(whole)
+    assert total == as_unsigned(int(device_checksum(torch.from_numpy(whole))))
+    whole[where % len(data)] ^= other
+    assert checksum(whole) != total
+
+
+def test_a_checksum_finds_words_that_changed_places_and_what_is_not_there() -> None:
+    words = np.arange(1, 9, dtype=np.uint64)
+    totals = [
+        checksum(some.view(np.uint8)) for some in (words, words[::-1].copy(), np.roll(words, 1), words[:7].copy())
+    ]
+    assert len(set(totals)) == 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +13,12 @@ import pytest
 import torch
 import zmq
 
-from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.transfer import outgoing
 from services.gpu_worker.transfer.address import bind_address
 from services.gpu_worker.transfer.page_io import PageIO
-from services.gpu_worker.transfer.transfers import Transfers
 from shared import ints
-from shared.messages.kv import KvCancel, KvChunk, KvDone, KvReady, KvReceive, KvSend
-
-CPU = torch.device("cpu")
-
-
-class End:
-    """One worker's cache and transfers."""
-
-    def __init__(self, endpoint: str, num_pages: int = 64, dtype: torch.dtype = torch.float32) -> None:
-        self.cache = KVCache(3, num_pages, 4, 2, 8, dtype, CPU)
-        for layer in self.cache.layers:
-            layer.normal_()
-        self.news: asyncio.Queue[Any] = asyncio.Queue()
-        self.transfers = Transfers(PageIO(self.cache), endpoint, self.news.put_nowait)
-        self.transfers.begin(7)
-
-    async def next(self) -> Any:
-        return await asyncio.wait_for(self.news.get(), 20)
-
-    def receive(self, transfer_id: int, pages: list[int]) -> None:
-        self.transfers.handle(KvReceive(transfer_id, ints.pack(pages), "a"))
-
-    def send(self, transfer_id: int, pages: list[int], to: End) -> None:
-        self.transfers.handle(KvSend(transfer_id, ints.pack(pages), "b", to.transfers.endpoints))
-
-
-Make = Callable[..., End]
+from shared.messages.kv import KvCancel, KvChunk, KvDone, KvReady, KvSend
+from tests.gpu_worker.transfer_ends import End, Make
 
 
 @pytest.fixture
@@ -58,8 +31,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 
     yield add
     for end in ends:
-        end.transfers.end()
-        end.transfers.close()
+        end.close()
 
 
 @pytest.mark.parametrize("endpoint", ["ipc", "tcp"])

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.gpu_worker.transfer.staged import as_unsigned, device_checksum
+
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 
@@ -142,6 +144,33 @@ class DevicePages:
             self._side.run(partial(self._scatter, pages[piece], pinned))
             self._side.mark().synchronize()
 
+    @torch.no_grad()
+    def stage(self, pages: Ints, staged: torch.Tensor) -> int:
+        """These pages side by side into uint8 [layers * n * bytes] on the device; returns its checksum.
+
+        They must be pages that no step under way writes. They are there when this returns.
+        """
+        self._follow_compute(ordered=False)
+        out = staged.view(len(self._layers), len(pages), -1)
+        self._side.run(lambda: self._gather_into(pages, out.view(self._layers[0].dtype)))
+        return self.checksum(staged)
+
+    @torch.no_grad()
+    def unstage(self, pages: Ints, staged: torch.Tensor) -> None:
+        """What `stage` gave, into pages that no step knows yet; they are there when this returns."""
+        self._follow_compute(ordered=False)
+        rows = staged.view(len(self._layers), len(pages), -1)
+        self._side.run(lambda: self._put(pages, rows.view(self._layers[0].dtype)))
+        self._side.mark().synchronize()
+
+    @torch.no_grad()
+    def checksum(self, staged: torch.Tensor) -> int:
+        """Of uint8 [n] on the device."""
+        total = self._side.pinned(8).view(torch.int64)
+        self._side.run(lambda: _copy_number(device_checksum(staged), total))
+        self._side.mark().synchronize()
+        return as_unsigned(int(total[0]))
+
     def _follow_compute(self, *, ordered: bool) -> None:
         with self._lock:  # of two threads that come after a fence, the second must not pass while the first is here
             if ordered or self._fenced:
@@ -162,16 +191,23 @@ class DevicePages:
 
     def _gather(self, pages: Ints) -> torch.Tensor:
         """The pages side by side on the device, [layers, n, words]."""
-        where, first = self._places(pages), self._layers[0]
+        first = self._layers[0]
         shape = (len(self._layers), len(pages), first.shape[1])
         staged = torch.empty(shape, dtype=first.dtype, device=first.device)
-        for layer, out in zip(self._layers, staged, strict=True):
-            torch.index_select(layer, 0, where, out=out)
+        self._gather_into(pages, staged)
         return staged
 
+    def _gather_into(self, pages: Ints, staged: torch.Tensor) -> None:
+        where = self._places(pages)
+        for layer, out in zip(self._layers, staged, strict=True):
+            torch.index_select(layer, 0, where, out=out)
+
     def _scatter(self, pages: Ints, pinned: torch.Tensor) -> None:
-        where, first = self._places(pages), self._layers[0]
-        staged = pinned.to(first.device, non_blocking=True).view(first.dtype)
+        first = self._layers[0]
+        self._put(pages, pinned.to(first.device, non_blocking=True).view(first.dtype))
+
+    def _put(self, pages: Ints, staged: torch.Tensor) -> None:
+        where = self._places(pages)
         for layer, source in zip(self._layers, staged, strict=True):
             layer.index_copy_(0, where, source)
 
@@ -188,6 +224,10 @@ def _copy_out(staged: torch.Tensor, out: torch.Tensor) -> None:
     # Part by part contiguous on both sides: else torch would go through memory that is not pinned.
     for source, target in zip(staged.view(torch.uint8), out, strict=True):
         target.copy_(source, non_blocking=True)
+
+
+def _copy_number(number: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(number, non_blocking=True)
 
 
 def _words(layer: torch.Tensor) -> torch.Tensor:

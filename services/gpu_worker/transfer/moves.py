@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -10,6 +11,7 @@ from services.gpu_worker.compute import ComputeThread
 from services.gpu_worker.startup import StartedEngine
 from services.gpu_worker.tiers.plan import make_tiers
 from services.gpu_worker.transfer.address import bind_address
+from services.gpu_worker.transfer.carrier import Carrier, open_carrier
 from services.gpu_worker.transfer.page_io import PageIO
 from services.gpu_worker.transfer.transfers import Transfers
 from shared.config import WorkerConfig
@@ -20,17 +22,32 @@ from shared.messages.step import WorkerHello
 Reply = Callable[[KvTold], object]
 
 
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The pages, and how they leave this process. Of several ranks they have no way: none holds whole pages."""
+
+    pages: PageIO
+    endpoint: str
+    carrier: Carrier | None
+
+
+def open_ways(config: WorkerConfig, worker_id: str, started: StartedEngine) -> Ways:
+    """In the compute thread, whose device it is. Raises NixlMissing."""
+    pages = PageIO(started.engine.kv_cache)
+    alone = started.hello.tp_size == 1
+    endpoint = bind_address(config.kv_bind, config.scheduler, worker_id) if alone else ""
+    return Ways(pages, endpoint, open_carrier(config, pages, endpoint))
+
+
 class PageMoves:
-    """A worker of several ranks has neither: no process of it holds whole pages."""
+    """Of one worker, as long as its process lives."""
 
     def __init__(
-        self, config: WorkerConfig, worker_id: str, started: StartedEngine, compute: ComputeThread, reply: Reply
+        self, config: WorkerConfig, ways: Ways, started: StartedEngine, compute: ComputeThread, reply: Reply
     ) -> None:
-        self._pages = pages = PageIO(started.engine.kv_cache)
-        alone = started.hello.tp_size == 1
-        endpoint = bind_address(config.kv_bind, config.scheduler, worker_id) if alone else ""
-        self._transfers = Transfers(pages, endpoint, reply)
-        self._tiers = make_tiers(config, started.hello, pages, compute, reply)
+        self._pages = ways.pages
+        self._transfers = Transfers(ways.pages, ways.endpoint, reply, ways.carrier)
+        self._tiers = make_tiers(config, started.hello, ways.pages, compute, reply)
 
     def complete(self, hello: WorkerHello) -> WorkerHello:
         """With what the scheduler has to know."""

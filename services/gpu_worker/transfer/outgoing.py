@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
+from services.gpu_worker.transfer.carrier import Slot
 from services.gpu_worker.transfer.page_io import PageIO
 from shared import curve
 from shared.messages.kv import KvChunk
@@ -19,12 +21,27 @@ MAX_TARGETS = 32
 _encoder = msgspec.msgpack.Encoder()
 
 
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Pages that lie ready for the target."""
+
+    first: int
+    slot: Slot
+    since: float
+
+
 @dataclass(slots=True, eq=False)
 class Outgoing:
     transfer_id: int
     pages: list[int]
     endpoint: str
-    sent: int = 0  # pages
+    by_nixl: bool = False
+    sent: int = 0  # pages, or offered
+    offered: deque[Offered] = field(default_factory=deque)  # and not yet answered
+
+    @property
+    def is_sent(self) -> bool:
+        return self.sent == len(self.pages)
 
 
 class Sockets:
@@ -54,6 +71,11 @@ class Sockets:
         for socket in self._sockets.values():
             socket.close()
         self._sockets.clear()
+
+
+def takes_now(socket: zmq.Socket[bytes]) -> bool:
+    """Whether it is connected and its queue has room."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
 
 def send_chunk(outgoing: Outgoing, socket: zmq.Socket[bytes], pages: PageIO) -> bool:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from services.gpu_worker.kv_cache import KVCache, as_bytes
 from services.gpu_worker.transfer.device_pages import CudaSideStream, DevicePages, SideStream
+from services.gpu_worker.transfer.staged import checksum
 
 Bytes = NDArray[np.uint8]
 
@@ -53,14 +54,17 @@ class PageIO:
             side = CudaSideStream(device)
         self._device = DevicePages(self._layers, side) if side is not None else None
 
+    @property
+    def on_gpu(self) -> bool:
+        return self._layers[0].is_cuda
+
     def read(self, pages: list[int]) -> Bytes:
         """uint8 [layers, n, bytes]. Raises IndexError for a page that is not in the cache."""
         index = self._index(pages)
         if self._device is not None:
             return self._device.start_read(index, ordered=False).result()
         out = np.empty((len(self._layers), len(pages), self.layer_bytes), np.uint8)
-        for view, rows in zip(self._views, out, strict=True):
-            np.take(view, index, axis=0, out=rows, mode="clip")  # was checked; "raise" would copy twice
+        self._take(index, out)
         return out
 
     def fence(self) -> None:
@@ -86,6 +90,32 @@ class PageIO:
             return
         for view, source in zip(self._views, rows, strict=True):
             view[index] = source
+
+    def staging(self, size: int) -> torch.Tensor:
+        """uint8 [size] where the cache is, for `stage`."""
+        return torch.empty(size, dtype=torch.uint8, device=self._layers[0].device)
+
+    def stage(self, pages: list[int], staged: torch.Tensor) -> int:
+        """These pages into uint8 [n * page_bytes] from `staging`; its checksum. As `read` in all else."""
+        index = self._index(pages)
+        if self._device is not None:
+            return self._device.stage(index, staged)
+        self._take(index, staged.numpy().reshape(len(self._layers), len(pages), self.layer_bytes))
+        return self.checksum(staged)
+
+    def unstage(self, pages: list[int], staged: torch.Tensor) -> None:
+        """What `stage` gave, into these pages; as `write`."""
+        if self._device is not None:
+            self._device.unstage(self._index(pages), staged)
+        else:
+            self.write(pages, staged.numpy())
+
+    def checksum(self, staged: torch.Tensor) -> int:
+        return checksum(staged.numpy()) if self._device is None else self._device.checksum(staged)
+
+    def _take(self, index: NDArray[np.int64], out: Bytes) -> None:
+        for view, rows in zip(self._views, out, strict=True):
+            np.take(view, index, axis=0, out=rows, mode="clip")  # was checked; "raise" would copy twice
 
     def _index(self, pages: list[int]) -> NDArray[np.int64]:
         index = np.array(pages, np.int64)

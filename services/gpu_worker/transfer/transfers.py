@@ -12,6 +12,7 @@ from typing import Literal
 import structlog
 import zmq
 
+from services.gpu_worker.transfer.carrier import SCHEME, Carrier
 from services.gpu_worker.transfer.mover import Finished, Mover
 from services.gpu_worker.transfer.page_io import PageIO
 from shared import ints
@@ -29,7 +30,7 @@ class Transfers:
     Without an endpoint everything is refused: whoever asks must not wait for an answer.
     """
 
-    def __init__(self, pages: PageIO | None, endpoint: str, reply: Reply) -> None:
+    def __init__(self, pages: PageIO | None, endpoint: str, reply: Reply, carrier: Carrier | None = None) -> None:
         self._reply = reply
         self._incarnation = 0
         self._sending: set[int] = set()
@@ -38,14 +39,17 @@ class Transfers:
         self._mover: Mover | None = None
         if pages is not None and endpoint:
             try:
-                self._mover = Mover(pages, endpoint, self._finished)
+                self._mover = Mover(pages, endpoint, self._finished, carrier)
             except zmq.ZMQError as error:
                 log.warning("no transfers: the endpoint cannot be bound", endpoint=endpoint, reason=str(error))
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where others send pages to; none: nowhere."""
-        return (self._mover.endpoint,) if self._mover is not None else ()
+        """Where others send pages to, and what they may offer them to; none: nowhere."""
+        if self._mover is None:
+            return ()
+        carrier = self._mover.carrier
+        return (self._mover.endpoint,) if carrier is None else (self._mover.endpoint, SCHEME + carrier.name)
 
     def begin(self, incarnation: int) -> None:
         """A life begins; `end` was called for the one before."""
@@ -73,8 +77,12 @@ class Transfers:
                 self._cancel(message.transfer_id)
 
     def gauges(self) -> dict[str, float]:
-        dropped = self._mover.incoming.dropped if self._mover is not None else 0
-        return {**{name: float(value) for name, value in self._totals.items()}, "kv_dropped": float(dropped)}
+        gauges = {name: float(value) for name, value in self._totals.items()}
+        gauges["kv_dropped"] = float(self._mover.incoming.dropped) if self._mover is not None else 0.0
+        if self._mover is not None and self._mover.reads is not None and self._mover.offers is not None:
+            gauges["kv_nixl_pages_in"] = float(self._mover.reads.pages_read)
+            gauges["kv_nixl_failed"] = float(self._mover.reads.failed + self._mover.offers.failed)
+        return gauges
 
     def _receive(self, order: KvReceive) -> None:
         if self._mover is None:
@@ -89,7 +97,9 @@ class Transfers:
             self._answer(order.transfer_id, "sent", "no transfers between these workers")
             return
         self._sending.add(order.transfer_id)
-        self._mover.send(order.transfer_id, ints.unpack(order.pages).tolist(), order.target_endpoints[0])
+        endpoint, *more = order.target_endpoints
+        takes_offers = any(other.startswith(SCHEME) for other in more)
+        self._mover.send(order.transfer_id, ints.unpack(order.pages).tolist(), endpoint, nixl=takes_offers)
 
     def _cancel(self, transfer_id: int) -> None:
         if self._mover is None:
