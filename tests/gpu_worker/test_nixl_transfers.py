@@ -350,7 +350,7 @@ def test_which_way_is_taken(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(carrier, "import_nixl", lambda one_machine: net)
     pages = cache()
 
-    def way(wish: str, endpoint: str = "ipc:///run/kv.sock") -> bool:
+    def way(wish: str, endpoint: str = "tcp://10.0.0.1:*") -> bool:
         return open_carrier(WorkerConfig(page_transport=wish), pages, endpoint) is not None  # type: ignore[arg-type]
 
     assert way("nixl")
@@ -359,10 +359,12 @@ def test_which_way_is_taken(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) -> N
     assert not way("auto")  # between CPUs there is nothing to gain
     monkeypatch.setattr(PageIO, "on_gpu", True)
     assert way("auto")
+    assert not way("auto", "ipc:///run/kv.sock")  # only this user reaches that socket
+    assert way("nixl", "ipc:///run/kv.sock")
     monkeypatch.setattr(curve, "in_use", lambda: True)
-    assert way("auto")  # a socket of the machine
-    assert not way("auto", "tcp://10.0.0.1:*")
-    assert way("nixl", "tcp://10.0.0.1:*")
+    assert not way("auto")
+    assert way("nixl")
+    monkeypatch.setattr(curve, "in_use", lambda: False)
     net.fault = "start"
     assert not way("auto")
     with pytest.raises(NixlMissing):

@@ -149,14 +149,14 @@ def _tried(call: Callable[[], T]) -> T:
 def open_carrier(config: WorkerConfig, pages: PageIO, endpoint: str) -> Carrier | None:
     """What `--page-transport` asks for; None: the sockets alone. Raises NixlMissing where NIXL was asked for by name.
 
-    By itself it is taken between GPUs, and not where keys are set: NIXL encrypts nothing.
+    By itself it is taken between GPUs, and where it opens no more than the sockets do: whoever reaches UCX's ports may
+    read and write this process's memory (docs/security.md).
     """
     wish = config.page_transport
-    if wish == "zmq" or not endpoint:
+    if wish == "zmq" or not endpoint or (wish == "auto" and not pages.on_gpu):
         return None
-    if wish == "auto" and (not pages.on_gpu or (curve.in_use() and endpoint.startswith("tcp:"))):
-        if pages.on_gpu:
-            log.info("pages travel by sockets: there are keys, and NIXL encrypts nothing (--page-transport nixl)")
+    if wish == "auto" and (curve.in_use() or not endpoint.startswith("tcp:")):
+        log.info("pages travel by sockets: NIXL asks for no keys, nor for the user, so it takes --page-transport nixl")
         return None
     try:
         carrier = Carrier(import_nixl(one_machine=endpoint.startswith(("ipc:", "tcp://127."))), pages)
