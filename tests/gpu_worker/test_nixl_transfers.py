@@ -20,12 +20,15 @@ from services.gpu_worker.transfer import carrier, offers, reads
 from services.gpu_worker.transfer.carrier import Carrier, open_carrier
 from services.gpu_worker.transfer.nixl_api import NixlMissing, import_nixl
 from services.gpu_worker.transfer.page_io import PageIO
-from shared import curve
+from shared import curve, ints
 from shared.config import WorkerConfig
-from shared.messages.kv import KvCancel, KvChunk, KvDone, KvOffer, KvReady, KvTaken
+from shared.messages.control import Heartbeat
+from shared.messages.kv import KvCancel, KvChunk, KvDone, KvOffer, KvReady, KvReceive, KvSend, KvTaken
+from shared.service import CannotStart
 from tests.gpu_worker.flashinfer_signatures import NIXL_SIGNATURES
 from tests.gpu_worker.nixl_fake import FakeNixl, FakeRead, copy
 from tests.gpu_worker.transfer_ends import CPU, End, Make
+from tests.gpu_worker.worker_stage import Stage
 
 installed = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -327,6 +330,44 @@ async def test_a_target_that_never_answers_is_given_up(
         source.transfers._mover.send(1, [1], f"ipc://{tmp_path}/silent", nixl=True)  # type: ignore[union-attr]
         done = await source.next()
     assert (done.ok, done.detail) == (False, "what was offered is not answered")
+
+
+async def test_a_worker_names_its_agent_and_moves_pages_by_it(
+    tmp_path: Path, net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carrier, "import_nixl", lambda one_machine: net)
+    stage = Stage(tmp_path, page_transport="nixl")
+    await stage.worker.start()
+    try:
+        hello = await stage.script.welcome()
+        assert hello.kv_endpoints[1:] == tuple(f"nixl:{name}" for name in net.agents)
+        stage.script.open()
+        await stage.script.result()
+        stage.script.send(KvReceive(1, ints.pack([40]), "w1"))
+        await stage.script.next(KvReady)
+        stage.script.send(KvSend(1, ints.pack([0]), "w1", hello.kv_endpoints))
+        assert all([(await stage.script.next(KvDone)).ok for _ in range(2)])
+        keys = stage.bench.runner.kv_cache.layers[0]
+        assert torch.equal(keys[40], keys[0])
+        stage.worker.heartbeat()
+        assert (await stage.script.next(Heartbeat)).gauges["kv_nixl_pages_in"] == 1
+    finally:
+        await stage.worker.close()
+        stage.script.server.close()
+
+
+async def test_a_worker_that_is_to_use_nixl_and_has_none_does_not_start(
+    tmp_path: Path, net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carrier, "import_nixl", lambda one_machine: net)
+    net.fault = "start"
+    stage = Stage(tmp_path, page_transport="nixl")
+    try:
+        with pytest.raises(CannotStart, match="NIXL"):
+            await stage.worker.start()
+    finally:
+        await stage.worker.close()
+        stage.script.server.close()
 
 
 def cache() -> PageIO:

@@ -76,7 +76,7 @@ class Script:
 class Stage:
     """A worker with a toy engine whose forward can be held up, and its scheduler."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
         self.endpoint = f"ipc://{folder}/worker"
         self.bench = Bench()
         self.gate = threading.Event()
@@ -91,7 +91,7 @@ class Stage:
             return forward(batch)
 
         self.bench.runner.forward = gated  # type: ignore[method-assign]
-        config = WorkerConfig(scheduler=self.endpoint, service_id="w1", drain_timeout=5.0)
+        config = WorkerConfig(scheduler=self.endpoint, service_id="w1", drain_timeout=5.0, **settings)
         self.worker = Worker(config, self._start, self.ended.set)
         self.script = Script(self.endpoint)
 
