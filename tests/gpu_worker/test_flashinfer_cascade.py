@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from services.gpu_worker.attention.base import AttentionSpec
-from services.gpu_worker.attention.cascade import MAX_LEVELS, Cascade, CascadeCosts, choose
+from services.gpu_worker.attention.cascade import MAX_LEVELS, Cascade, CascadeCosts, Chooser
 from services.gpu_worker.batch import HostColumns, SharedGroup
 from tests.gpu_worker.flashinfer_fake import FakeFlashInfer
 from tests.gpu_worker.flashinfer_scene import EXACT, FREE, Scene
@@ -38,7 +38,7 @@ def host(lengths: list[int], groups: list[tuple[list[int], int]]) -> tuple[HostC
 def chosen(
     lengths: list[int], groups: list[tuple[list[int], int]], costs: CascadeCosts = FREE, window: int = 0
 ) -> Cascade | None:
-    return choose(*host(lengths, groups), len(lengths), PAGE, window, costs)
+    return Chooser(PAGE, window).choose(*host(lengths, groups), len(lengths), costs)
 
 
 def levels_of(cascade: Cascade, columns: HostColumns) -> list[list[tuple[list[int], list[int]]]]:
@@ -54,7 +54,7 @@ def levels_of(cascade: Cascade, columns: HostColumns) -> list[list[tuple[list[in
 
 def test_the_cut() -> None:
     columns, groups = host([100, 50, 90, 60], [([2, 0], 3), ([1, 3], 2)])
-    cascade = choose(columns, groups, 4, PAGE, 0, FREE)
+    cascade = Chooser(PAGE, 0).choose(columns, groups, 4, FREE)
     assert cascade is not None
     assert levels_of(cascade, columns) == [[([0, 2], [2000, 2001, 2002]), ([1, 3], [1000, 1001])]]
     assert cascade.levels[0].pages.last_page_len.tolist() == [PAGE, PAGE]
@@ -68,7 +68,7 @@ def test_the_cut() -> None:
 def test_the_cut_of_nested_groups() -> None:
     """Rows 0 to 5 share two pages; 4 and 5 two more; 1 and 2 one more; 7 and 8 share one."""
     columns, groups = host([100] * 9, [([5, 4, 3, 2, 1, 0], 2), ([7, 8], 1), ([5, 4], 4), ([1, 2], 3)])
-    cascade = choose(columns, groups, 9, PAGE, 0, FREE)
+    cascade = Chooser(PAGE, 0).choose(columns, groups, 9, FREE)
     assert cascade is not None
     assert cascade.order.tolist() == [1, 2, 4, 5, 0, 3, 7, 8, 6]
     first, second = levels_of(cascade, columns)
@@ -81,7 +81,7 @@ def test_the_cut_of_nested_groups() -> None:
 def test_rows_between_the_groups_of_a_level_are_a_request_without_pages() -> None:
     outer = ([0, 1, 2], 1), ([3, 4, 5], 1)
     columns, groups = host([100] * 6, [*outer, ([0, 1], 2), ([3, 4], 2)])
-    cascade = choose(columns, groups, 6, PAGE, 0, FREE)
+    cascade = Chooser(PAGE, 0).choose(columns, groups, 6, FREE)
     assert cascade is not None
     assert levels_of(cascade, columns)[1] == [([0, 1], [1]), ([2], []), ([3, 4], [3001])]
     assert cascade.levels[1].pages.last_page_len.tolist() == [PAGE, 0, PAGE]
@@ -105,6 +105,26 @@ def test_a_group_that_a_window_cuts_is_left_out() -> None:
     inner = chosen([40, 50, 60, 90], [([0, 1, 2, 3], 1), ([1, 2], 2)], window=60)
     assert inner is not None
     assert (inner.order[: inner.levels[0].rows].tolist(), len(inner.levels)) == ([1, 2], 1)
+
+
+def test_what_was_chosen_holds_for_other_lengths_but_not_for_other_groups() -> None:
+    chooser = Chooser(PAGE, 60)
+    asked = host([40, 50, 60, 90], [([0, 1, 2], 1), ([1, 2], 2)])
+    first = chooser.choose(*asked, 4, FREE)
+    assert first is not None
+    assert chooser.choose(*host([41, 51, 60, 91], [([0, 1, 2], 1), ([1, 2], 2)]), 4, FREE) is first
+    for lengths, groups, costs in (
+        ([41, 51, 60, 59], [([0, 1], 1), ([2, 3], 2)], FREE),
+        ([41, 51, 60, 91], [([0, 1, 2], 1), ([0, 2], 2)], FREE),
+        ([41, 51, 60, 91], [([0, 1, 2], 1), ([1, 2], 3)], FREE),
+        ([41, 51, 60, 91, 9], [([0, 1, 2], 1), ([1, 2], 2)], FREE),
+        ([41, 51, 61, 91], [([0, 1, 2], 1), ([1, 2], 2)], FREE),  # not within the window any more
+        ([41, 51, 60, 91], [([0, 1, 2], 1), ([1, 2], 2)], LLAMA_8B),
+    ):
+        chooser.choose(*asked, 4, FREE)
+        found = chooser.choose(*host(lengths, groups), len(lengths), costs)
+        fresh = Chooser(PAGE, 60).choose(*host(lengths, groups), len(lengths), costs)
+        assert repr(found) == repr(fresh) != repr(first)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +211,7 @@ def test_every_row_reads_its_own_pages_in_order(
 ) -> None:
     decodes, groups = tree
     columns, shared = host(decodes, groups)
-    cascade = choose(columns, shared, len(decodes), PAGE, window, FREE)
+    cascade = Chooser(PAGE, window).choose(columns, shared, len(decodes), FREE)
     if cascade is None:
         return
     assert len(cascade.levels) <= MAX_LEVELS

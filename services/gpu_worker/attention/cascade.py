@@ -91,20 +91,33 @@ class Cascade:
         return page_spans(host.kv_lengths[order], page_size, width, self.skip[order], order)
 
 
-def choose(
-    host: HostColumns,
-    groups: Sequence[SharedGroup],
-    decode_rows: int,
-    page_size: int,
-    window: int,
-    costs: CascadeCosts,
-) -> Cascade | None:
-    """The cascade that pays most, or None: groups are chosen level by level, each must pay for itself.
+class Chooser:
+    """For layers with one window. Groups are mostly those of the step before, and so is what was chosen then."""
 
-    A group that a sliding window does not wholly see is left out: its rows would see different parts of the prefix.
-    """
-    seen = [g for g, rows in enumerate(host.group_rows) if not window or host.kv_lengths[rows].max() <= window]
-    members, pages = [host.group_rows[g] for g in seen], [groups[g].num_pages for g in seen]
+    def __init__(self, page_size: int, window: int) -> None:
+        self._page_size, self._window = page_size, window
+        self._asked: tuple[object, ...] = ()
+        self._chosen: Cascade | None = None
+
+    def choose(
+        self, host: HostColumns, groups: Sequence[SharedGroup], decode_rows: int, costs: CascadeCosts
+    ) -> Cascade | None:
+        """The cascade that pays most, or None: groups are chosen level by level, each must pay for itself.
+
+        A group that the window does not wholly see is left out: its rows would see different parts of the prefix.
+        """
+        window, lengths = self._window, host.kv_lengths
+        seen = [g for g, rows in enumerate(host.group_rows) if not window or lengths[rows].max() <= window]
+        members, pages = [host.group_rows[g] for g in seen], [groups[g].num_pages for g in seen]
+        asked = (decode_rows, costs, *pages, *(rows.tobytes() for rows in members))
+        if asked != self._asked:
+            self._asked, self._chosen = asked, _best(members, pages, decode_rows, self._page_size, costs)
+        return self._chosen
+
+
+def _best(
+    members: Sequence[Int32s], pages: Sequence[int], decode_rows: int, page_size: int, costs: CascadeCosts
+) -> Cascade | None:
     around = parents(members)
 
     def worth(rows: int, spared: int, count: int) -> int:
@@ -135,6 +148,7 @@ class _Cut:
         self._members, self._pages = members, pages
         self._inner: dict[int, list[int]] = {-1: []}  # groups right within each; -1: within none
         self._outer: dict[int, int] = {}
+        self._innermost = np.full(decode_rows, -1, dtype=np.int32)
         for group in taken:
             outer = around[group]
             while outer >= 0 and outer not in self._outer:
@@ -142,45 +156,45 @@ class _Cut:
             self._outer[group] = outer
             self._inner[outer].append(group)
             self._inner[group] = []
+            self._innermost[members[group]] = group
         self._heights = dict.fromkeys(self._inner, 0)
+        firsts = np.full(len(pages) + 1, decode_rows, dtype=np.int32)
+        firsts[self._innermost[::-1] + 1] = np.arange(decode_rows - 1, -1, -1)  # of equal places the last one counts
+        self._firsts = firsts[1:].tolist()
         for group in reversed(taken):
             outer = self._outer[group]
             self._heights[outer] = max(self._heights[outer], self._heights[group] + 1)
+            if outer >= 0:
+                self._firsts[outer] = min(self._firsts[outer], self._firsts[group])
         self.depth = self._heights[-1]
-        self._innermost = np.full(decode_rows, -1, dtype=np.int32)
-        for group in taken:
-            self._innermost[members[group]] = group
-        self._runs: list[Int32s] = []
-        self._levels: list[list[tuple[int, int, int]]] = [[] for _ in range(self.depth)]  # (group, begin, end)
-        self._walk(-1, 0, 0)
-        self.order = np.concatenate(self._runs)
+        self._walked: list[int] = []  # groups, each after those within it
+        self._levels: list[list[tuple[int, int, int]]] = [[] for _ in range(self.depth)]  # groups, their part of it
+        self._walk(-1, 0)
+        places = np.zeros(len(pages) + 1, dtype=np.int32)  # in the walk, of the rows right within each group
+        places[np.array(self._walked) + 1] = np.arange(len(self._walked))
+        placed = places[self._innermost + 1]
+        self.order = np.argsort(placed, kind="stable").astype(np.int32)
+        self._ends = [0, *np.cumsum(np.bincount(placed, minlength=len(self._walked))).tolist()]
 
-    def _walk(self, group: int, depth: int, begin: int) -> int:
-        """The group's rows from place `begin` on; returns where they end.
-
-        Those with the most levels first, so that every level begins at the first row.
-        """
-        end = begin
-        first = [(-self._heights[inner], int(self._members[inner].min()), inner) for inner in self._inner[group]]
-        for _, _, inner in sorted(first):
-            end = self._walk(inner, depth + 1, end)
-        others = np.flatnonzero(self._innermost == group).astype(np.int32)
-        self._runs.append(others)
-        end += len(others)
+    def _walk(self, group: int, depth: int) -> None:
+        """Those with the most levels first, so that every level begins at the first row."""
+        first = len(self._walked)
+        for part in sorted(self._inner[group], key=lambda part: (-self._heights[part], self._firsts[part])):
+            self._walk(part, depth + 1)
+        self._walked.append(group)
         if depth:
-            self._levels[depth - 1].append((group, begin, end))
-        return end
+            self._levels[depth - 1].append((group, first, len(self._walked)))
 
     def cascade(self, page_size: int) -> Cascade:
         skips = np.array([0, *self._pages], dtype=np.int32)
-        return Cascade(
-            self.order, tuple(self._level(groups, page_size) for groups in self._levels), skips[self._innermost + 1]
-        )
+        found = tuple(self._level(groups, page_size) for groups in self._levels)
+        return Cascade(self.order, found, skips[self._innermost + 1])
 
     def _level(self, groups: Sequence[tuple[int, int, int]], page_size: int) -> Level:
         queries, pages, rows, starts, last = [0], [0], [], [], []
-        for group, begin, end in groups:
-            if begin > queries[-1]:
+        for group, first, until in groups:
+            begin, end = self._ends[first], self._ends[until]
+            if begin > queries[-1]:  # rows between groups: a request without pages
                 queries.append(begin)
                 pages.append(pages[-1])
                 rows.append(0)

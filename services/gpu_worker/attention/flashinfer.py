@@ -19,7 +19,7 @@ import structlog
 import torch
 
 from services.gpu_worker.attention.base import AttentionBackend, AttentionSpec
-from services.gpu_worker.attention.cascade import CascadeCosts, choose
+from services.gpu_worker.attention.cascade import CascadeCosts
 from services.gpu_worker.attention.flashinfer_api import FlashInferApi, FlashInferMissing, import_flashinfer
 from services.gpu_worker.attention.flashinfer_graph import GraphDecode, IndexBuffers
 from services.gpu_worker.attention.flashinfer_parts import KeyCounter, Layers, PlanFence, Shape, Writer
@@ -151,18 +151,9 @@ class FlashInferAttention:
 
         What a caller weighs against a graph, which reads them row by row.
         """
-        if not batch.groups:
-            return 0
         gained = 0
         for spec, layers in self._layers_of.items():
-            cascade = choose(
-                batch.host_columns(),
-                batch.groups,
-                batch.num_decode_rows,
-                self._shape.page_size,
-                spec.sliding_window,
-                self._costs,
-            )
+            cascade = self._passes[spec].choose(batch, self._costs)
             if cascade is not None:
                 gained += layers * cascade.saved_keys(self._shape.page_size)
         return gained * self._shape.bytes_per_key

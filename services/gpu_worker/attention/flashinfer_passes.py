@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from services.gpu_worker.attention.base import AttentionSpec
-from services.gpu_worker.attention.cascade import Cascade, CascadeCosts, choose
+from services.gpu_worker.attention.cascade import Cascade, CascadeCosts, Chooser
 from services.gpu_worker.attention.flashinfer_api import DecodeWrapper, FlashInferApi, PrefillWrapper
 from services.gpu_worker.attention.flashinfer_parts import (
     PlannedPages,
@@ -65,6 +65,7 @@ class SpecPass:
         )
         self._prefill = self._prefill_wrapper()
         self._shared: list[PrefillWrapper] = []  # one a level, made where the first cascade of so many levels pays
+        self._chooser = Chooser(shape.page_size, spec.sliding_window)
         self._decode_rows = 0
         self._cascade: Cascade | None = None
         self._order: torch.Tensor | None = None  # of the cascade's rows, and back; None where it is theirs
@@ -74,13 +75,17 @@ class SpecPass:
     def _prefill_wrapper(self) -> PrefillWrapper:
         return self._api.BatchPrefillWithPagedKVCacheWrapper(self._workspace, KV_LAYOUT)
 
+    def choose(self, batch: ForwardBatch, costs: CascadeCosts) -> Cascade | None:
+        """The cascade that pays for these layers, or None."""
+        if not batch.groups:
+            return None
+        return self._chooser.choose(batch.host_columns(), batch.groups, batch.num_decode_rows, costs)
+
     def plan(self, pages: StepPages, costs: CascadeCosts) -> None:
         batch, host, split = pages.batch, pages.host, pages.batch.num_decode_rows
         window = self._spec.sliding_window
         self._decode_rows = split
-        self._cascade = None
-        if batch.groups:
-            self._cascade = choose(host, batch.groups, split, self._shape.page_size, window, costs)
+        self._cascade = self.choose(batch, costs)
         self.keys = keys_read(np.diff(host.qo_indptr), host.kv_lengths, window)
         if split:
             private = pages.decode if self._cascade is None else self._plan_shared(self._cascade, pages)
