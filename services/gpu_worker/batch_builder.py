@@ -58,34 +58,42 @@ def _groups(rows: StepRows, command: StepCommand, slots: Slots) -> list[tuple[ND
     if len(sizes) != len(pages) or sizes.sum() != len(members) or (sizes < 0).any():
         raise ProtocolError("the columns of shared groups do not fit together")
     parts = [part.tolist() for part in np.split(members, np.cumsum(sizes)[:-1])]
-    _require_nested(parts, pages.tolist())
+    starts = _starts(parts, pages.tolist())
     row_of = {slot: row for row, slot in enumerate(rows.slots[: rows.num_decode].tolist())}
     groups: list[tuple[NDArray[np.int32], int]] = []
-    for slots_of, count in zip(parts, pages.tolist(), strict=True):
+    for slots_of, start, count in zip(parts, starts, pages.tolist(), strict=True):
         present = [row_of[slot] for slot in slots_of if slot in row_of]
         if len(present) < 2 or count <= 0:
             continue
-        _require_shared(rows.slots[present], count, slots)
+        _require_shared(rows.slots[present], start, count, slots)
         groups.append((np.array(present, dtype=np.int32), count))
     return groups
 
 
-def _require_nested(groups: list[list[int]], pages: list[int]) -> None:
-    """Each slot once in a group; a group that shares slots with earlier ones lies in the innermost of them."""
+def _starts(groups: list[list[int]], pages: list[int]) -> list[int]:
+    """Where the pages of each group's own begin: behind those of the group around it.
+
+    Raises ProtocolError where groups are not nested, the outer before the inner, or one has no pages of its own.
+    """
     innermost: dict[int, int] = {}
+    starts: list[int] = []
     for group, members in enumerate(groups):
         around = {innermost.get(slot, -1) for slot in members}
         if len(set(members)) != len(members) or len(around) > 1:
             raise ProtocolError("a slot is twice in a shared group, or in two shared groups that are not nested")
-        if members and (outer := around.pop()) >= 0 and pages[group] <= pages[outer]:
+        outer = around.pop() if around else -1
+        if outer >= 0 and pages[group] <= pages[outer]:
             raise ProtocolError("of two shared groups with a slot in common the inner one has no pages of its own")
+        starts.append(max(pages[outer], 0) if outer >= 0 else 0)
         innermost.update(dict.fromkeys(members, group))
+    return starts
 
 
-def _require_shared(members: Ints, count: int, slots: Slots) -> None:
+def _require_shared(members: Ints, start: int, count: int, slots: Slots) -> None:
+    """Of pages start .. count - 1; those before are shared by more rows than these."""
     if count > slots.limits.max_pages or (slots.computed[members] < count * slots.limits.page_size).any():
         raise ProtocolError(f"a group shares {count} pages that are not full")
-    shared = slots.table[:, :count][members]
+    shared = slots.table[:, start:count][members]
     if (shared != shared[0]).any():
         raise ProtocolError("the pages of a shared group differ")
 

@@ -227,6 +227,15 @@ def test_groups_that_share_rows_must_be_nested(groups: Any) -> None:
         bench.step([0, 1, 2, 3], group_slots=members, group_sizes=sizes, group_pages=pages)
 
 
+@pytest.mark.parametrize("pages", [[1, 2], [0, 2], [-1, 2]])
+def test_an_inner_group_that_does_not_share_its_own_pages(pages: list[int]) -> None:
+    bench = sharing(Bench())
+    with pytest.raises(ProtocolError, match="differ"):
+        bench.step(
+            [0, 1, 2, 3], group_slots=pack([0, 1, 2, 3, 2, 3]), group_sizes=pack([4, 2]), group_pages=pack(pages)
+        )
+
+
 def test_nested_groups_come_as_they_are() -> None:
     bench = sharing(Bench())
     members, sizes, pages = [0, 9, 1, 2, 3, 2, 1, 9, 1], [5, 3, 1], [1, 2, 3]  # nobody is in 9, the last is one row
