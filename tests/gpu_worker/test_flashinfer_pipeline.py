@@ -61,7 +61,7 @@ def test_stories_of_many_requests(loaded: LoadedModel, seed: int) -> None:
 
 @pytest.mark.parametrize("worth", ["graphs", "cascades"])
 def test_a_conversation_with_groups(loaded: LoadedModel, worth: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Grouped decode steps are replayed row by row, or run eagerly in two levels: it is the same."""
+    """Grouped decode steps are replayed row by row, or run eagerly in levels: it is the same."""
     api, seen = FakeFlashInfer(float32=True), set()
     monkeypatch.setattr(graphs, "EAGER_BYTES_PER_LAYER", 0 if worth == "cascades" else 1 << 40)
 
