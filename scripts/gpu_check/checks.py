@@ -45,6 +45,15 @@ DRAWN = (
 """Each way of drawing; scored, so that it is the host that draws."""
 
 
+PENALISED = (
+    SamplingParams(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.2, logprobs=0),
+    SamplingParams(
+        temperature=0.8, seed=14, frequency_penalty=0.5, min_new_tokens=999, stop_token_ids=(2,), logprobs=0
+    ),
+)
+"""Counted on the host where scores are wanted, else on the device."""
+
+
 async def kernels(options: Options) -> str:
     """The device's own attention is there and runs; what it compiles when first used is compiled here."""
     attention = "flashinfer" if options.device == "cuda" and options.attention == "auto" else options.attention
@@ -110,7 +119,7 @@ async def run_ahead(options: Options) -> str:
     async with options.player() as player:
         prompts = options.prompts(options.rows, 60, player.hello.vocab_size)
         runs: list[list[Answer]] = []
-        for params in (GREEDY, *DRAWN):  # scores are the host's: without them nothing comes back but tokens
+        for params in (GREEDY, *DRAWN, *PENALISED):  # scores are the host's: without them nothing comes back but tokens
             runs.append(await player.generate(prompts, options.count, depth=1, params=params))
             plain = structs.replace(params, logprobs=-1)
             same(runs[-1], await player.generate(prompts, options.count, depth=2, params=plain))
@@ -125,7 +134,7 @@ async def run_ahead(options: Options) -> str:
         if len(part.tokens) != options.count and part.tokens[-1] != stop:
             raise CheckFailed(f"ended without its stop token {stop}: {part.tokens}")
     early = sum(len(answer.tokens) < options.count for answer in ended)
-    return f"{len(runs) * len(prompts)} greedy and drawn answers are equal, {early} ended in flight"
+    return f"{len(runs) * len(prompts)} greedy, drawn and penalised answers are equal, {early} ended in flight"
 
 
 async def resume(options: Options) -> str:
