@@ -178,7 +178,7 @@ class Decoder:
         """This rank's columns -> all of them on rank 0."""
         missing = len(Shard(0, group.size).vocabulary(self.config.vocab_size)) - logits.shape[1]
         whole = group.gather_columns(F.pad(logits, (0, missing)) if missing else logits)
-        return logits if whole is None else whole[:, : self.config.vocab_size]
+        return logits if whole is None else whole[:, : self.config.vocab_size].contiguous()
 
     def _layer_by_layer(
         self, x: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
