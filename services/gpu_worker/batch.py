@@ -27,7 +27,7 @@ class HostColumns:
 
     qo_indptr: NDArray[np.int32]  # [R + 1]
     kv_lengths: NDArray[np.int32]  # [R]
-    page_tables: NDArray[np.int32]  # [R, P]; entries beyond a row's pages are undefined
+    table_width: int  # P of the page tables, whose entries only the device has
     group_rows: tuple[NDArray[np.int32], ...] = ()  # as ForwardBatch.groups
 
 
@@ -65,6 +65,6 @@ class ForwardBatch:
         return HostColumns(
             self.qo_indptr.cpu().numpy(),
             self.kv_lengths.cpu().numpy(),
-            self.page_tables.cpu().numpy(),
+            self.page_tables.shape[1],
             tuple(group.rows.cpu().numpy() for group in self.groups),
         )

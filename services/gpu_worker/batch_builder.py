@@ -15,8 +15,13 @@ from shared.messages.step import StepCommand
 Ints = NDArray[np.int64]
 
 
-def build_batch(rows: StepRows, command: StepCommand, slots: Slots, device: torch.device) -> ForwardBatch:
-    """`logit_rows` are the sampling rows' last tokens in output order, then the scored tokens span after span."""
+def build_batch(
+    rows: StepRows, command: StepCommand, slots: Slots, device: torch.device, *, with_tables: bool = True
+) -> ForwardBatch:
+    """`logit_rows` are the sampling rows' last tokens in output order, then the scored tokens span after span.
+
+    with_tables: False leaves `page_tables` [R, 0], for who has them on its device.
+    """
     starts = slots.computed[rows.slots]
     indptr = np.zeros(rows.num_rows + 1, dtype=np.int64)
     np.cumsum(rows.lengths, out=indptr[1:])
@@ -35,7 +40,7 @@ def build_batch(rows: StepRows, command: StepCommand, slots: Slots, device: torc
     host = HostColumns(
         qo_indptr=indptr.astype(np.int32),
         kv_lengths=lengths.astype(np.int32),
-        page_tables=slots.table[:, :width][rows.slots],
+        table_width=width,
         group_rows=tuple(members for members, _ in groups),
     )
     return ForwardBatch(
@@ -43,7 +48,7 @@ def build_batch(rows: StepRows, command: StepCommand, slots: Slots, device: torc
         positions=_on(device, positions),
         qo_indptr=_on(device, host.qo_indptr),
         kv_lengths=_on(device, host.kv_lengths),
-        page_tables=_on(device, host.page_tables),
+        page_tables=_on(device, slots.table[:, : width if with_tables else 0][rows.slots]),
         kv_slots=_on(device, pages * page_size + positions % page_size),
         logit_rows=_on(device, np.concatenate(logit_rows)),
         num_decode_rows=rows.num_decode,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from services.gpu_worker.attention.base import AttentionSpec
 from services.gpu_worker.attention.cascade import MAX_LEVELS, Cascade, CascadeCosts, Chooser
+from services.gpu_worker.attention.page_lists import Int32s
 from services.gpu_worker.batch import HostColumns, SharedGroup
 from tests.gpu_worker.flashinfer_fake import FakeFlashInfer
 from tests.gpu_worker.flashinfer_scene import EXACT, FREE, Scene
@@ -21,15 +22,19 @@ PAGE = 16
 LLAMA_8B = CascadeCosts(bytes_per_key=2 * 8 * 128 * 2, bytes_per_row=32 * (128 * 2 + 4))
 
 
-def host(lengths: list[int], groups: list[tuple[list[int], int]]) -> tuple[HostColumns, list[SharedGroup]]:
-    width = max(lengths) // PAGE + 1
-    tables = 1000 * np.arange(len(lengths))[:, None] + np.arange(width)
+def tables_of(lengths: list[int], groups: list[tuple[list[int], int]]) -> Int32s:
+    """Pages 1000 * row, 1000 * row + 1, ..., but for those that are shared."""
+    tables = 1000 * np.arange(len(lengths))[:, None] + np.arange(max(lengths) // PAGE + 1)
     for rows, pages in groups:
         tables[rows, :pages] = tables[rows[0], :pages]
+    return tables.astype(np.int32)
+
+
+def host(lengths: list[int], groups: list[tuple[list[int], int]]) -> tuple[HostColumns, list[SharedGroup]]:
     columns = HostColumns(
         np.arange(len(lengths) + 1, dtype=np.int32),
         np.array(lengths, dtype=np.int32),
-        tables.astype(np.int32),
+        max(lengths) // PAGE + 1,
         tuple(np.array(rows, dtype=np.int32) for rows, _ in groups),
     )
     return columns, [SharedGroup(torch.tensor(rows, dtype=torch.int32), pages) for rows, pages in groups]
@@ -41,11 +46,11 @@ def chosen(
     return Chooser(PAGE, window).choose(*host(lengths, groups), len(lengths), costs)
 
 
-def levels_of(cascade: Cascade, columns: HostColumns) -> list[list[tuple[list[int], list[int]]]]:
+def levels_of(cascade: Cascade, tables: Int32s) -> list[list[tuple[list[int], list[int]]]]:
     """Of each level its requests: the rows, and the pages they read."""
     found = []
     for level in cascade.levels:
-        ids, ends = level.pages.pages(columns.page_tables).tolist(), level.pages.indptr.tolist()
+        ids, ends = level.pages.pages(tables).tolist(), level.pages.indptr.tolist()
         rows = np.split(cascade.order, level.qo_indptr[1:])[:-1]
         pages = [ids[begin:end] for begin, end in pairwise(ends)]
         found.append([(part.tolist(), read) for part, read in zip(rows, pages, strict=True)])
@@ -53,25 +58,27 @@ def levels_of(cascade: Cascade, columns: HostColumns) -> list[list[tuple[list[in
 
 
 def test_the_cut() -> None:
-    columns, groups = host([100, 50, 90, 60], [([2, 0], 3), ([1, 3], 2)])
+    lengths, shares = [100, 50, 90, 60], [([2, 0], 3), ([1, 3], 2)]
+    columns, groups = host(lengths, shares)
     cascade = Chooser(PAGE, 0).choose(columns, groups, 4, FREE)
     assert cascade is not None
-    assert levels_of(cascade, columns) == [[([0, 2], [2000, 2001, 2002]), ([1, 3], [1000, 1001])]]
+    assert levels_of(cascade, tables_of(lengths, shares)) == [[([0, 2], [2000, 2001, 2002]), ([1, 3], [1000, 1001])]]
     assert cascade.levels[0].pages.last_page_len.tolist() == [PAGE, PAGE]
     assert cascade.skip.tolist() == [3, 2, 3, 2]
     assert (cascade.saved_keys(PAGE), cascade.in_order) == (5 * PAGE, False)
     private = cascade.private(columns, PAGE)
     assert private.indptr.tolist() == [0, 4, 7, 9, 11]
-    assert private.pages(columns.page_tables).tolist() == [3, 4, 5, 6, 2003, 2004, 2005, 1002, 1003, 3002, 3003]
+    assert private.pages(tables_of(lengths, shares)).tolist() == [3, 4, 5, 6, 2003, 2004, 2005, 1002, 1003, 3002, 3003]
 
 
 def test_the_cut_of_nested_groups() -> None:
     """Rows 0 to 5 share two pages; 4 and 5 two more; 1 and 2 one more; 7 and 8 share one."""
-    columns, groups = host([100] * 9, [([5, 4, 3, 2, 1, 0], 2), ([7, 8], 1), ([5, 4], 4), ([1, 2], 3)])
+    lengths, shares = [100] * 9, [([5, 4, 3, 2, 1, 0], 2), ([7, 8], 1), ([5, 4], 4), ([1, 2], 3)]
+    columns, groups = host(lengths, shares)
     cascade = Chooser(PAGE, 0).choose(columns, groups, 9, FREE)
     assert cascade is not None
     assert cascade.order.tolist() == [1, 2, 4, 5, 0, 3, 7, 8, 6]
-    first, second = levels_of(cascade, columns)
+    first, second = levels_of(cascade, tables_of(lengths, shares))
     assert first == [([1, 2, 4, 5, 0, 3], [5000, 5001]), ([7, 8], [7000])]
     assert second == [([1, 2], [1002]), ([4, 5], [5002, 5003])]
     assert cascade.skip.tolist() == [2, 3, 3, 2, 4, 4, 0, 1, 1]
@@ -80,10 +87,11 @@ def test_the_cut_of_nested_groups() -> None:
 
 def test_rows_between_the_groups_of_a_level_are_a_request_without_pages() -> None:
     outer = ([0, 1, 2], 1), ([3, 4, 5], 1)
-    columns, groups = host([100] * 6, [*outer, ([0, 1], 2), ([3, 4], 2)])
+    lengths, shares = [100] * 6, [*outer, ([0, 1], 2), ([3, 4], 2)]
+    columns, groups = host(lengths, shares)
     cascade = Chooser(PAGE, 0).choose(columns, groups, 6, FREE)
     assert cascade is not None
-    assert levels_of(cascade, columns)[1] == [([0, 1], [1]), ([2], []), ([3, 4], [3001])]
+    assert levels_of(cascade, tables_of(lengths, shares))[1] == [([0, 1], [1]), ([2], []), ([3, 4], [3001])]
     assert cascade.levels[1].pages.last_page_len.tolist() == [PAGE, 0, PAGE]
     assert cascade.in_order
 
@@ -211,20 +219,21 @@ def test_every_row_reads_its_own_pages_in_order(
 ) -> None:
     decodes, groups = tree
     columns, shared = host(decodes, groups)
+    tables = tables_of(decodes, groups)
     cascade = Chooser(PAGE, window).choose(columns, shared, len(decodes), FREE)
     if cascade is None:
         return
     assert len(cascade.levels) <= MAX_LEVELS
     reads: list[list[int]] = [[] for _ in decodes]
-    for requests in levels_of(cascade, columns):
+    for requests in levels_of(cascade, tables):
         for rows, pages in requests:
             for row in rows:
                 reads[row] += pages
     assert [len(pages) for pages in reads] == cascade.skip.tolist()
-    ids, ends = cascade.private(columns, PAGE).pages(columns.page_tables), cascade.private(columns, PAGE).indptr
+    ids, ends = cascade.private(columns, PAGE).pages(tables), cascade.private(columns, PAGE).indptr
     for place, row in enumerate(cascade.order.tolist()):
         reads[row] += ids[ends[place] : ends[place + 1]].tolist()
-    assert reads == [columns.page_tables[row, : -(-length // PAGE)].tolist() for row, length in enumerate(decodes)]
+    assert reads == [tables[row, : -(-length // PAGE)].tolist() for row, length in enumerate(decodes)]
 
 
 @st.composite

@@ -87,8 +87,8 @@ class Cascade:
 
     def private(self, host: HostColumns, page_size: int) -> PageSpans:
         """What is left of the rows' pages, in `order`."""
-        order, width = self.order, host.page_tables.shape[1]
-        return page_spans(host.kv_lengths[order], page_size, width, self.skip[order], order)
+        order = self.order
+        return page_spans(host.kv_lengths[order], page_size, host.table_width, self.skip[order], order)
 
 
 class Chooser:

@@ -186,7 +186,7 @@ def _trial_batch(page_size: int, members: int, prompt: int, device: torch.device
     host = HostColumns(
         qo_indptr=np.array([*range(rows + 1), rows + prompt], dtype=np.int32),
         kv_lengths=np.array([2 * page_size + 1] * rows + [prompt], dtype=np.int32),
-        page_tables=np.tile(np.arange(pages, dtype=np.int32) % 2, (rows + 1, 1)),
+        table_width=pages,
         group_rows=tuple(group for group, _ in groups),
     )
     slots = [0] * rows + [token % (2 * page_size) for token in range(prompt)]
@@ -199,7 +199,7 @@ def _trial_batch(page_size: int, members: int, prompt: int, device: torch.device
         positions=on([2 * page_size] * rows + list(range(prompt))),
         qo_indptr=on(host.qo_indptr.tolist(), torch.int32),
         kv_lengths=on(host.kv_lengths.tolist(), torch.int32),
-        page_tables=torch.from_numpy(host.page_tables).to(device),
+        page_tables=torch.from_numpy(np.tile(np.arange(pages, dtype=np.int32) % 2, (rows + 1, 1))).to(device),
         kv_slots=on(slots),
         logit_rows=on([]),
         num_decode_rows=rows,

@@ -66,7 +66,7 @@ class Forwarding:
         arrays = table_changes(command, slots)
         if copies is not None:
             arrays["copy_sources"], arrays["copy_targets"] = copies
-        host = build_batch(rows, command, slots, HOST) if rows.num_rows else None
+        host = build_batch(rows, command, slots, HOST, with_tables=False) if rows.num_rows else None
         if host is not None:
             arrays |= batch_arrays(host, rows.slots)
         return Layout(command, rows, slots.computed[rows.slots], host, arrays)

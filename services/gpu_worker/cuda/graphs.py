@@ -111,13 +111,10 @@ class StaticInputs:
 
     def host(self, columns: HostColumns | None, size: int) -> HostColumns:
         """The batch's columns with padding up to `size` rows; None: nothing but padding."""
-        count = 0 if columns is None else len(columns.kv_lengths)
-        width = 1 if columns is None else columns.page_tables.shape[1]
         lengths = np.ones(size, dtype=np.int32)
-        tables = np.full((size, width), self._shape.scratch_page, dtype=np.int32)
         if columns is not None:
-            lengths[:count], tables[:count] = columns.kv_lengths, columns.page_tables
-        return HostColumns(np.arange(size + 1, dtype=np.int32), lengths, tables)
+            lengths[: len(columns.kv_lengths)] = columns.kv_lengths
+        return HostColumns(np.arange(size + 1, dtype=np.int32), lengths, self._shape.max_pages)
 
 
 @dataclass(frozen=True, slots=True)

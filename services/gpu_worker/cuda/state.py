@@ -34,8 +34,11 @@ class DeviceState:
         self.last_token[who] = tokens.clamp(min=0)
 
     def batch(self, host: ForwardBatch, sent: Tensors) -> ForwardBatch:
-        """The batch with its tensors on the device; decode rows take the token that was sampled last."""
-        slots, width = sent["slots"], host.page_tables.shape[1]
+        """The batch with its tensors on the device; decode rows take the token that was sampled last.
+
+        host: one without tables.
+        """
+        slots, width = sent["slots"], host.host_columns().table_width
         last = self.last_token.index_select(0, slots[: host.num_decode_rows])
         chunks = sent["chunk_tokens"]
         sizes = [len(group.rows) for group in host.groups]
