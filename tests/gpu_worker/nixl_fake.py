@@ -26,6 +26,7 @@ class FakeRead:
     posted: bool = False
     left: int = 0  # answers PROC before it is done
     stuck: bool = False
+    fails: bool = False
     released: bool = False
 
 
@@ -146,6 +147,8 @@ class FakeAgent:
             return "ERR"
         if read.stuck or read.left > 0 or not read.of.helped:
             return "PROC"  # the other side has to help with the first connection
+        if read.fails:
+            return "ERR"
         copy(read)
         return "DONE"
 

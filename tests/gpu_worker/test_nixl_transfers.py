@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import importlib.util
 import os
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,61 @@ async def test_a_transfer_that_fails_half_way_goes_on_by_the_socket(make: Make, 
     assert 0 < by_nixl(target) < 19
 
 
+async def test_a_refusal_that_overtakes_a_read_loses_none_of_its_pages(make: Make, net: FakeNixl) -> None:
+    source, target = make(net), make(net)
+    net.delay = 5
+
+    def refuse_the_next(read: FakeRead) -> None:
+        net.fault = "refuse" if len(net.reads) == 3 else ""
+
+    net.on_read = refuse_the_next
+    await moved(source, target)
+    assert by_nixl(target) <= 6
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_reads_do_all_pages_arrive(
+    make: Make, net: FakeNixl, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three sources at once, reads that take their time, fail at any point, or do not end."""
+    monkeypatch.setattr(reads, "READ_S", 0.02)
+    monkeypatch.setattr(offers, "DOUBT_S", 0.0)
+    chance = random.Random(seed)
+    target, sources = make(net), [make(net) for _ in range(3)]
+
+    def next_read(read: FakeRead) -> None:
+        read.left = chance.randrange(6)
+        read.fails = chance.random() < 0.1
+        read.stuck = chance.random() < 0.03
+        net.fault = "refuse" if chance.random() < 0.1 else ""
+
+    net.on_read = next_read
+    for turn in range(2):
+        for number in range(3):
+            target.receive(10 * turn + number, list(range(20 * number, 20 * number + 15)))
+            assert isinstance(await target.next(), KvReady)
+        for number, source in enumerate(sources):
+            source.send(10 * turn + number, list(range(turn, 15 + turn)), target)
+        assert all([(await target.next()).ok for _ in sources])
+        for number, source in enumerate(sources):
+            assert (await source.next()).ok
+            for ours, theirs in zip(target.cache.layers, source.cache.layers, strict=True):
+                assert torch.equal(ours[20 * number : 20 * number + 15], theirs[turn : 15 + turn])
+
+
+async def test_an_error_of_the_device_ends_a_transfer_and_not_the_thread(
+    make: Make, net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = make(net), make(net)
+
+    def broken(staged: torch.Tensor) -> int:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(target.transfers._mover._pages, "checksum", broken)  # type: ignore[union-attr]
+    await moved(source, target)
+    assert by_nixl(target) == 0
+
+
 async def test_other_bytes_than_were_meant_are_not_taken(make: Make, net: FakeNixl) -> None:
     """As after a network that lies, or a source that has used its memory again."""
     source, target = make(net), make(net)
@@ -255,6 +311,7 @@ async def test_a_format_that_differs_fails_the_transfer(make: Make, net: FakeNix
     done = await target.next()
     assert (done.side, done.ok) == ("received", False)
     assert "bfloat16" in done.detail
+    assert (await source.next()).ok  # as by the sockets: what became of it is the target's to tell
     assert net.reads == []
 
 

@@ -77,11 +77,14 @@ class Incoming:
                 raise BadChunk(offered.transfer_id, f"{offered.count} pages are offered, {len(awaited.pages)} awaited")
             return True
 
-    def refuse_offers(self, transfer_id: int) -> None:
-        """What is still missing of it has to come by the socket."""
+    def refuse_offers(self, transfer_id: int) -> int:
+        """What is still missing of it has to come by the socket: from this page of it on."""
         with self._lock:
-            if (awaited := self._awaited.get(transfer_id)) is not None:
-                awaited.takes_offers = False
+            awaited = self._awaited.get(transfer_id)
+            if awaited is None:
+                return 0
+            awaited.takes_offers = False
+            return awaited.received
 
     def _take(self, header: KvChunk, size: int, write: Callable[[list[int]], None]) -> tuple[int, int] | None:
         with self._lock:

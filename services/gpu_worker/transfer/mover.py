@@ -244,9 +244,14 @@ class Mover:
     def _on_offer(self, offer: KvOffer, metadata: bytes) -> None:
         if self.reads is None:
             self._conclude(refuse(self.incoming, offer, "no NIXL here"))
-        elif not self.reads.take(offer, metadata):
+            return
+        try:
+            if self.reads.take(offer, metadata):
+                return
             self.incoming.dropped += 1
-            self._conclude(let_go(offer))
+        except BadChunk as error:
+            self._spoilt(error)
+        self._conclude(let_go(offer))
 
     def _on_taken(self, taken: KvTaken) -> None:
         outgoing = next((o for o in self._outgoing if o.transfer_id == taken.transfer_id), None)

@@ -130,8 +130,11 @@ class Reads:
 
     def _write(self, read: _Read) -> Step:
         chunk, staged = read.offer.chunk, read.slot.memory[: self._size(read.offer)]
-        if self._pages.checksum(staged) != chunk.checksum:
-            return self._refuse(read.offer, "another checksum")
+        try:
+            if self._pages.checksum(staged) != chunk.checksum:
+                return self._refuse(read.offer, "another checksum")
+        except RuntimeError as error:
+            return self._refuse(read.offer, str(error))
         answer = KvTaken(chunk.transfer_id, chunk.first, True)
         try:
             done = self._incoming.take_staged(chunk, staged)
@@ -165,8 +168,8 @@ def let_go(offer: KvOffer) -> Step:
 
 
 def refuse(incoming: Incoming, offer: KvOffer, why: str) -> Step:
-    """From these pages on the transfer goes by the socket."""
-    chunk = offer.chunk
-    incoming.refuse_offers(chunk.transfer_id)
-    log.warning("nixl: the rest comes by the socket", transfer_id=chunk.transfer_id, first=chunk.first, reason=why)
-    return Step(offer.answer_to, KvTaken(chunk.transfer_id, chunk.first, False, why))
+    """From here on the transfer goes by the socket, with what was offered before these pages and is not there yet."""
+    transfer_id = offer.chunk.transfer_id
+    first = incoming.refuse_offers(transfer_id)
+    log.warning("nixl: the rest comes by the socket", transfer_id=transfer_id, first=first, reason=why)
+    return Step(offer.answer_to, KvTaken(transfer_id, first, False, why))
