@@ -4,7 +4,7 @@ Leaves kernels to FlashInfer, the cutting of shared prefixes to `cascade`, fallb
 FlashInfer's: even with a seed and an offset for each row its samplers mix in the row's index in the batch, so that a
 token would depend on its neighbours. Ours depends on (seed, position): the same alone, in any batch, after a resume.
 
-    plan     host: page lists -> one plan for each distinct spec            (once a step)
+    plan     host: which pages -> their ids gathered on the device -> one plan for each distinct spec   (once a step)
     forward  append K and V -> decode rows [-> shared levels, merged] and prefill rows   (every layer)
 """
 
