@@ -294,10 +294,10 @@ async def test_with_a_worker_that_has_no_nixl_pages_go_by_the_socket(make: Make,
     await moved(without, with_nixl, 2)
     assert by_nixl(with_nixl) == 0
     # One that had it when the scheduler told of it, and has none any more.
-    with_nixl.transfers._mover.send(3, [1], without.transfers.endpoints[0], nixl=True)  # type: ignore[union-attr]
-    with_nixl.transfers._sending.add(3)
     without.receive(3, [1])
     assert await without.next() == KvReady(3, 7)
+    with_nixl.transfers._sending.add(3)
+    with_nixl.transfers._mover.send(3, [1], without.transfers.endpoints[0], nixl=True)  # type: ignore[union-attr]
     assert (await without.next()).ok
     assert (await with_nixl.next()).ok
     assert torch.equal(without.cache.layers[1][1], with_nixl.cache.layers[1][1])
