@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.cuda.device import HostDevice
+from services.gpu_worker.cuda.edits import DeviceEdits
 from services.gpu_worker.cuda.engine import PipelinedEngine
 from services.gpu_worker.cuda.following import FollowingEngine
 from services.gpu_worker.cuda.launched import Launched
@@ -111,6 +112,14 @@ def test_stories_reach_what_they_are_for() -> None:
     for seed in range(10):
         seen += play(Writer(seed).write(25), 1.0, seed, TwoRanks())
     assert min(seen[name] for name in ("ahead", "deferred", "skipped")) >= 5
+
+
+def test_what_rank_0_has_no_memory_for_is_deferred_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceEdits, "_grow", lambda _: False)
+    seen: Counter[str] = Counter()
+    for seed in range(3):
+        seen += play(Writer(seed, features={"edits"}).write(20), 1.0, seed, TwoRanks())
+    assert seen["deferred"] > 5
 
 
 def test_a_reset_forgets_what_is_under_way_on_every_rank() -> None:
