@@ -6,13 +6,13 @@ fit is stored as the largest number that does; the format itself would make it N
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 import zlib
 from collections.abc import Callable, Sequence
 
 import torch
+
+from services.gpu_worker import huge_memory
 
 KV_LAYOUT = "HND"
 FP8 = torch.float8_e4m3fn
@@ -86,8 +86,4 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros would write, and so occupy, gigabytes that most runs never use; fresh pages of the system are zero.
-    size = max(1, math.prod(shape)) * dtype.itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system without huge pages only loses some speed
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+    return huge_memory.zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from services.gpu_worker.huge_memory import Arena
 from services.gpu_worker.kernels import NativeUnavailable
 from services.gpu_worker.kernels.library import DTYPES, WEIGHT_FORMS, Library, LinearCall
+
+_weights = Arena()
 
 
 class PackedLinear:
@@ -101,17 +104,10 @@ class PackedLinear:
 
 def _pack(kernels: Library, weight: torch.Tensor, form: torch.dtype, gated: bool) -> torch.Tensor:
     functions, (outputs, inputs), weights = kernels.functions, weight.shape, WEIGHT_FORMS[form]
-    packed = _aligned(functions.rf_packed_bytes(outputs, inputs, weights, gated))
+    packed = _weights.take(functions.rf_packed_bytes(outputs, inputs, weights, gated))
     weight, dtype = weight.contiguous(), DTYPES[weight.dtype]
     functions.rf_pack_weight(weight.data_ptr(), outputs, inputs, dtype, weights, gated, packed.data_ptr())
     return packed
-
-
-def _aligned(size: int) -> torch.Tensor:
-    """Uninitialised bytes at a multiple of 4096, where a tile never straddles cache lines or pages."""
-    memory = torch.empty(size + 4096, dtype=torch.uint8)
-    start = -memory.data_ptr() % 4096
-    return memory[start : start + size]
 
 
 def _panel_order(bias: torch.Tensor, gated: bool) -> torch.Tensor:

@@ -1,7 +1,10 @@
-// Paged attention of one layer: writes K and V, then decode rows and prefill chunks in one pass over the plan's items.
-// Leaves arithmetic to an Engine and the cutting of work into items to attention_plan.cpp.
+// Paged attention of one item of work: some queries of one KV head over their pages. Leaves arithmetic to an Engine, the
+// cutting of work into items to attention_plan.cpp and sharing them out to attention_team.h.
 #pragma once
 
+#include <type_traits>
+
+#include "ahead.h"
 #include "rows.h"
 #include "softmax.h"
 #include "state.h"
@@ -25,6 +28,7 @@ struct Attention {
   Word* staging;
   const T** value_rows;
   const Word** key_tiles;
+  AheadKeys ahead;
 
   Attention(Batch& b, const LayerCall& c, char* scratch)
       : batch(b),
@@ -82,6 +86,13 @@ struct Attention {
 
   static bool narrow(const Item& item) { return Engine::kNarrow && item.lanes <= kLanes; }
 
+  // Whether the engine has a form of its own for so few lanes.
+  static constexpr bool kHasFew = !std::is_void<typename Engine::Few>::value;
+  bool few(const Item& item) const {
+    if constexpr (kHasFew) return Engine::Few::takes(item.lanes, head_dim);
+    return false;
+  }
+
   // K tiles and V of `count` keys from position first_key on; reads each page of the row once.
   void load_block(const Item& item, int first_key, int count) {
     const int32_t* table = batch.page_tables + item.row * batch.page_table_stride;
@@ -104,7 +115,7 @@ struct Attention {
     for (int i = count; i < rounded; i++) value_rows[i] = nullptr;
     if (!direct)
       for (int i = 0; i < rounded; i += 16) key_tiles[i / 16] = keys + i * key_words;
-    Engine::values(value_rows, rounded, head_dim, narrow(item), values);
+    Engine::values(value_rows, rounded, head_dim, narrow(item), values, ahead);
     __atomic_fetch_add(&batch.kv_bytes, (uint64_t)count * head_dim * 2 * sizeof(T), __ATOMIC_RELAXED);
   }
 
@@ -125,19 +136,36 @@ struct Attention {
     return visible;
   }
 
+  // As attend, over S[key][4 lanes]; P gets the place behind it.
+  template <class Few = typename Engine::Few>
+  void attend_few(float* s, int first_key, int count, const Visible& visible, float* result) {
+    float factor = call.scale * 1.4426950408889634f, *maxima = result + width * kLanes;
+    if (call.soft_cap > 0) {
+      cap_scores(s, count * Few::kLanesFew, call.scale, call.soft_cap);
+      factor = 1.4426950408889634f;
+    }
+    Few::mask_scores(s, count, first_key, visible);
+    Word* p = (Word*)s + kBlock * Few::kLanesFew;
+    Few::softmax(s, count, factor, maxima, maxima + kLanes, p, ahead);
+    Few::weighted(p, values, padded(count, 32), head_dim, result, ahead);
+  }
+
   // Scores become weights, and these a sum of V; the result goes to `result` in the form of a state.
   void attend(const Item& item, float* s, int first_key, int count, int live, const Visible& visible, float* result) {
     float factor = call.scale * 1.4426950408889634f;
+    if constexpr (kHasFew) {
+      if (few(item)) return attend_few(s, first_key, count, visible, result);
+    }
     if (call.soft_cap > 0) {
-      cap_scores(s, count, call.scale, call.soft_cap);
+      cap_scores(s, count * kLanes, call.scale, call.soft_cap);
       factor = 1.4426950408889634f;
     }
     mask_scores(s, count, first_key, visible);
     float* maxima = result + width * kLanes;
-    softmax<Engine::kPairs>(s, count, factor, maxima, maxima + kLanes);
+    softmax<Engine::kPairs>(s, count, factor, maxima, maxima + kLanes, ahead);
     const int stepped = padded(count, Engine::kKeyStep);
     if (stepped > count) memset(s + count / 2 * kLanes, 0, (stepped - count) / 2 * kLanes * 4);
-    if (narrow(item)) Engine::weighted_narrow((Word*)s, values, stepped, head_dim, result);
+    if (narrow(item)) Engine::weighted_narrow((Word*)s, values, stepped, head_dim, result, ahead);
     else Engine::weighted((const Word*)s, values, stepped, head_dim, result, (live + kWidth - 1) / kWidth);
   }
 
@@ -174,6 +202,14 @@ struct Attention {
     if (!split) merge(item, states + tile * state_floats, block);
   }
 
+  // Whether the item has few lanes: then these are their scores.
+  bool scores_of_few(const Item& item, const Word* q, int count, float* s) {
+    if constexpr (kHasFew) {
+      if (few(item) && count) Engine::Few::scores(q, key_tiles, count, head_dim, s, ahead);
+    }
+    return few(item);
+  }
+
   // Tiles go two by two: with small heads they share the loads of K.
   void run_block(const Item& item, const Visible* visible, int tiles, int b) {
     int counts[kMaxItemTiles + 1] = {}, most = 0;
@@ -187,10 +223,10 @@ struct Attention {
       float *s0 = scores, *s1 = scores + kBlock * kLanes;
       const int count0 = padded(counts[t], 16), count1 = padded(counts[t + 1], 16);
       if (count0 == count1 && count0) {
-        Engine::scores_of_two(q0, q1, key_tiles, count0, head_dim, s0, s1);
-      } else {
-        if (count0) Engine::scores(q0, key_tiles, count0, head_dim, s0, (live_lanes(item, t) + kWidth - 1) / kWidth);
-        if (count1) Engine::scores(q1, key_tiles, count1, head_dim, s1, kVectors);
+        Engine::scores_of_two(q0, q1, key_tiles, count0, head_dim, s0, s1, ahead);
+      } else if (!scores_of_few(item, q0, count0, s0)) {
+        if (count0) Engine::scores(q0, key_tiles, count0, head_dim, s0, (live_lanes(item, t) + kWidth - 1) / kWidth, ahead);
+        if (count1) Engine::scores(q1, key_tiles, count1, head_dim, s1, kVectors, ahead);
       }
       finish_tile(item, visible[t], t, s0, b, counts[t]);
       if (t + 1 < tiles) finish_tile(item, visible[t + 1], t + 1, s1, b, counts[t + 1]);
@@ -253,61 +289,40 @@ struct Attention {
     else hand_over(item, tiles);
   }
 
-  void run(const Item& item) {
+  // What `item` will read of its block b.
+  AheadKeys keys_of(const Item& item, int b) const {
+    const int first = start_of(item, b), end = (b + 1) * kBlock < item.end_key ? (b + 1) * kBlock : item.end_key;
+    const int size = batch.page_size, page = first / size;
+    AheadKeys next;
+    next.table = batch.page_tables + item.row * batch.page_table_stride + page;
+    next.piece_bytes = page_elements * sizeof(T);
+    next.page_bytes = 2 * batch.kv_heads * next.piece_bytes, next.value_bytes = batch.kv_heads * next.piece_bytes;
+    next.cache = (const char*)call.cache + item.kv_head * next.piece_bytes;
+    next.pieces = end > first ? 2 * ((end - 1) / size - page + 1) : 0;
+    return next;
+  }
+
+  void run(const Item& item, const Item* next) {
     const int tiles = (item.lanes + kLanes - 1) / kLanes;
     Visible visible[kMaxItemTiles];
+    if constexpr (kHasFew) {
+      if (few(item)) Engine::Few::begin(head_dim / 32);
+      else Engine::begin();
+    }
     for (int t = 0; t < tiles; t++) {
       visible[t] = visible_keys(item, item.first_lane + t * kLanes, live_lanes(item, t));
       pack_queries(item, item.first_lane + t * kLanes, live_lanes(item, t), queries + (int64_t)t * key_words * kLanes);
       if (item.split < 0) clear_state(states + t * state_floats, width);
     }
-    for (int b = item.first_block; b < item.last_block; b++) run_block(item, visible, tiles, b);
+    for (int b = item.first_block; b < item.last_block; b++) {
+      if (b + 1 < item.last_block) ahead = keys_of(item, b + 1);
+      else ahead = next ? keys_of(*next, next->first_block) : AheadKeys();
+      run_block(item, visible, tiles, b);
+    }
     if (item.split < 0) complete(item, tiles);
     else arrive(item, batch.splits[item.split]);
   }
 };
-
-// Stores the K and V of tokens first..last - 1 at their slots.
-template <class T>
-void write_kv(const Batch& batch, const LayerCall& call, int first, int last) {
-  const int64_t size = batch.page_size, dim = batch.head_dim;
-  for (int t = first; t < last; t++) {
-    const int64_t id = batch.kv_slots[t] / size, offset = batch.kv_slots[t] % size;
-    for (int h = 0; h < batch.kv_heads; h++) {
-      T* k = (T*)call.cache + ((id * 2 * batch.kv_heads + h) * size + offset) * dim;
-      memcpy(k, (const T*)call.k + t * call.k_stride + h * dim, dim * sizeof(T));
-      memcpy(k + batch.kv_heads * size * dim, (const T*)call.v + t * call.v_stride + h * dim, dim * sizeof(T));
-    }
-  }
-}
-
-// To be called by all threads of a parallel region once K and V are stored; returns when all outputs are written.
-template <class Engine>
-void attention_in_team(Batch& batch, const LayerCall& call) {
-  Attention<Engine> attention(batch, call, batch.scratch + batch.scratch_stride * thread_number());
-  Engine::begin();
-#pragma omp for schedule(dynamic, 1)
-  for (int i = 0; i < batch.num_items; i++) attention.run(batch.items[i]);
-  Engine::end();
-}
-
-struct Range {  // this thread's share of the tokens
-  int first, last;
-  explicit Range(int tokens)
-      : first((int)((int64_t)tokens * thread_number() / thread_count())),
-        last((int)((int64_t)tokens * (thread_number() + 1) / thread_count())) {}
-};
-
-template <class Engine>
-void attention(Batch& batch, const LayerCall& call) {
-#pragma omp parallel num_threads(batch.threads)
-  {
-    const Range tokens(batch.tokens);
-    write_kv<typename Engine::Storage>(batch, call, tokens.first, tokens.last);
-#pragma omp barrier
-    attention_in_team<Engine>(batch, call);
-  }
-}
 
 }  // namespace
 }  // namespace radixfleet

@@ -4,7 +4,7 @@
 // layer, nothing is allocated, and each row's norm, bias, gate and residual are done where its values already are.
 #pragma once
 
-#include "attention.h"
+#include "attention_team.h"
 #include "linear.h"
 
 namespace radixfleet {
@@ -18,10 +18,11 @@ struct Decoder {
   char* scratch;  // of the products
   T *qkv, *mixed, *gated, *kept;
   int64_t q_size, qkv_size;
+  int32_t* taken;  // of each product
 
   static int64_t activation_bytes(const DecoderCall& c) {
     const int64_t heads = c.q_heads * 2 + c.kv_heads * 2;
-    return (c.tokens * (heads * c.head_dim + c.intermediate) + (int64_t)c.num_keep * c.q_heads * c.head_dim) * sizeof(T) + 4096;
+    return 16 * c.num_layers + (c.tokens * (heads * c.head_dim + c.intermediate) + (int64_t)c.num_keep * c.q_heads * c.head_dim) * sizeof(T) + 4096;
   }
   static size_t product_bytes(const DecoderCall& c) {
     LinearCall widest{};
@@ -37,7 +38,8 @@ struct Decoder {
   Decoder(const DecoderCall& call, Batch& b, char* memory) : c(call), batch(b), scratch(memory + activation_bytes(call) / 4096 * 4096 + 4096) {
     q_size = (int64_t)c.q_heads * c.head_dim;
     qkv_size = q_size + 2 * (int64_t)c.kv_heads * c.head_dim;
-    qkv = (T*)memory;
+    taken = (int32_t*)memory;
+    qkv = (T*)(memory + 16 * c.num_layers);
     mixed = qkv + c.tokens * qkv_size;
     gated = mixed + c.tokens * q_size;
     kept = gated + (int64_t)c.tokens * c.intermediate;
@@ -67,6 +69,7 @@ struct Decoder {
       if (layer.rope) rotate_token<T>(rope, t);
     }
     write_kv<T>(batch, attention, tokens.first, tokens.last);
+    if (thread_number() == 0) batch.next_item = thread_count();
 #pragma omp barrier
   }
 
@@ -88,22 +91,25 @@ struct Decoder {
   }
 
   void run_layer(const DecoderLayer& layer, bool last) {
+    int32_t* counts = taken + 4 * (&layer - c.layers);
     LinearCall p = product(c.x, c.hidden, layer.qkv, layer.qkv_bias, qkv, qkv_size, c.tokens);
     p.norm = layer.input_norm;
-    linear_in_team<Product>(p, scratch);
+    const LinearCall o = product(nullptr, q_size, layer.output, nullptr, nullptr, c.hidden, c.tokens);
+    linear_in_team<Product>(p, scratch, counts, &o);
     attend(layer);
     if (last) gather();
     void* x = last ? c.out : c.x;
     const int rows = last ? c.num_keep : c.tokens;
     p = product(last ? kept : mixed, q_size, layer.output, layer.output_bias, x, c.hidden, rows);
     add_to(p);
-    linear_in_team<Product>(p, scratch);
-    p = product(x, c.hidden, layer.gate_up, layer.gate_up_bias, gated, 2 * (int64_t)c.intermediate, rows);
-    p.norm = layer.mlp_norm, p.gated = 1, p.out_stride = c.intermediate;
-    linear_in_team<Product>(p, scratch);
-    p = product(gated, c.intermediate, layer.down, layer.down_bias, x, c.hidden, rows);
-    add_to(p);
-    linear_in_team<Product>(p, scratch);
+    LinearCall g = product(x, c.hidden, layer.gate_up, layer.gate_up_bias, gated, 2 * (int64_t)c.intermediate, rows);
+    g.norm = layer.mlp_norm, g.gated = 1, g.out_stride = c.intermediate;
+    linear_in_team<Product>(p, scratch, counts + 1, &g);
+    LinearCall d = product(gated, c.intermediate, layer.down, layer.down_bias, x, c.hidden, rows);
+    add_to(d);
+    linear_in_team<Product>(g, scratch, counts + 2, &d);
+    const LinearCall q = product(nullptr, c.hidden, last ? nullptr : (&layer)[1].qkv, nullptr, nullptr, qkv_size, c.tokens);
+    linear_in_team<Product>(d, scratch, counts + 3, last ? nullptr : &q);
   }
 };
 
@@ -112,6 +118,7 @@ bool decoder(const DecoderCall& c, Batch& batch) {
   using D = Decoder<Product, Engine>;
   char* memory = (char*)thread_scratch(D::activation_bytes(c) + 8192 + D::product_bytes(c));
   if (!memory) return false;
+  memset(memory, 0, 16 * c.num_layers);
 #pragma omp parallel num_threads(c.threads)
   {
     D step(c, batch, memory);

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "engine_vector.h"
+#include "few_lanes_amx.h"
 #include "tiles.h"
 
 namespace radixfleet {
@@ -18,30 +19,44 @@ namespace {
 
 struct AmxEngine : PairEngine {
   static constexpr bool kNarrow = true;
+  using Few = FewLanes;
   static constexpr int kKeyStep = 32;
   static void begin() { full_tiles(); }
   static void end() { release_tiles(); }
 
   // dst: [count / 32][padded head_dim / 16] tiles, of [16 d][32 keys], or [16 pairs of keys][16 d][2] when narrow.
-  static void values(const bf16* const* rows, int count, int head_dim, bool narrow, uint32_t* dst) {
+  static void values(const bf16* const* rows, int count, int head_dim, bool narrow, uint32_t* dst, AheadKeys& ahead) {
     alignas(64) uint32_t pairs[2 * kTileWords];
+    if (narrow) return narrow_values(rows, count, head_dim, dst, ahead);
     for (int i = 0; i < count; i += 32)
       for (int d = 0; d < head_dim; d += 32, dst += 2 * kTileWords) {
-        uint32_t* to = narrow ? dst : pairs;
+        if (d == 0) ahead.step();
         for (int j = 0; j < 16; j++) {
           const bf16 *even = rows[i + 2 * j], *odd = rows[i + 2 * j + 1];
-          interleave(at(even, d), at(odd, d), head_dim - d, to + j * 16, to + kTileWords + j * 16);
+          interleave(at(even, d), at(odd, d), head_dim - d, pairs + j * 16, pairs + kTileWords + j * 16);
         }
-        if (narrow) continue;
         transpose16(pairs, 16, dst, 16);
         transpose16(pairs + kTileWords, 16, dst + kTileWords, 16);
       }
   }
 
+  static void narrow_values(const bf16* const* rows, int count, int head_dim, uint32_t* dst, AheadKeys& ahead) {
+    const int64_t block = padded(head_dim, 32) / 16 * kTileWords;
+    for (int i = 0; i < count; i += 32, dst += block) {
+      ahead.step();
+      for (int j = 0; j < 16; j++) {
+        const bf16 *even = rows[i + 2 * j], *odd = rows[i + 2 * j + 1];
+        uint32_t* to = dst + j * 16;
+        for (int d = 0; d < head_dim; d += 32, to += 2 * kTileWords)
+          interleave(at(even, d), at(odd, d), head_dim - d, to, to + kTileWords);
+      }
+    }
+  }
+
   // Head sizes up to 64: the queries of two tiles stay in registers 4-7.
   template <int Chunks>
   static void scores_resident_two(const uint32_t* q0, const uint32_t* q1, const uint32_t* const* key_tiles, int tiles,
-                                  float* s0, float* s1) {
+                                  float* s0, float* s1, AheadKeys& ahead) {
     constexpr int64_t stride = Chunks * 64;
     load_tile<4>(q0, 64);
     load_tile<6>(q1, 64);
@@ -50,6 +65,7 @@ struct AmxEngine : PairEngine {
       load_tile<7>(q1 + kTileWords, 64);
     }
     for (int t = 0; t < tiles; t++) {
+      ahead.step();
       load_tile<2>(key_tiles[t], stride);
       if (Chunks > 1) load_tile<3>(key_tiles[t] + 16, stride);
       zero_tile<0>();
@@ -85,12 +101,13 @@ struct AmxEngine : PairEngine {
     store_tile<C>(s, 64);
   }
   template <int Chunks>
-  static void scores_resident(const uint32_t* q, const uint32_t* const* key_tiles, int tiles, float* s) {
+  static void scores_resident(const uint32_t* q, const uint32_t* const* key_tiles, int tiles, float* s, AheadKeys& ahead) {
     load_tile<4>(q, 64);
     if (Chunks > 1) load_tile<5>(q + kTileWords, 64);
     if (Chunks > 2) load_tile<6>(q + 2 * kTileWords, 64);
     if (Chunks > 3) load_tile<7>(q + 3 * kTileWords, 64);
     for (int t = 0; t + 1 < tiles; t += 2) {
+      ahead.step();
       scores_of_keys<Chunks, 0>(key_tiles[t], s + t * kTileWords);
       scores_of_keys<Chunks, 1>(key_tiles[t + 1], s + (t + 1) * kTileWords);
     }
@@ -98,9 +115,12 @@ struct AmxEngine : PairEngine {
   }
 
   // Any head size: two key tiles share each load of the queries.
-  static void scores_streamed(const uint32_t* q, const uint32_t* const* key_tiles, int tiles, int chunks, float* s) {
+  static void scores_streamed(const uint32_t* q, const uint32_t* const* key_tiles, int tiles, int chunks, float* s,
+                              AheadKeys& ahead) {
     const int64_t stride = chunks * 64;
     for (int t = 0; t < tiles; t += 2) {
+      ahead.step();
+      ahead.step();
       const uint32_t *k0 = key_tiles[t], *k1 = key_tiles[t + 1 < tiles ? t + 1 : t];
       zero_tile<0>();
       zero_tile<1>();
@@ -116,22 +136,23 @@ struct AmxEngine : PairEngine {
     }
   }
 
-  static void scores(const uint32_t* q, const uint32_t* const* key_tiles, int count, int head_dim, float* s, int) {
+  static void scores(const uint32_t* q, const uint32_t* const* key_tiles, int count, int head_dim, float* s, int,
+                     AheadKeys& ahead) {
     const int tiles = count / 16, chunks = padded(head_dim, 32) / 32;
     switch (chunks) {
-      case 1: return scores_resident<1>(q, key_tiles, tiles, s);
-      case 2: return scores_resident<2>(q, key_tiles, tiles, s);
-      case 3: return scores_resident<3>(q, key_tiles, tiles, s);
-      case 4: return scores_resident<4>(q, key_tiles, tiles, s);
-      default: return scores_streamed(q, key_tiles, tiles, chunks, s);
+      case 1: return scores_resident<1>(q, key_tiles, tiles, s, ahead);
+      case 2: return scores_resident<2>(q, key_tiles, tiles, s, ahead);
+      case 3: return scores_resident<3>(q, key_tiles, tiles, s, ahead);
+      case 4: return scores_resident<4>(q, key_tiles, tiles, s, ahead);
+      default: return scores_streamed(q, key_tiles, tiles, chunks, s, ahead);
     }
   }
   static void scores_of_two(const uint32_t* q0, const uint32_t* q1, const uint32_t* const* key_tiles, int count,
-                            int head_dim, float* s0, float* s1) {
-    if (head_dim <= 32) return scores_resident_two<1>(q0, q1, key_tiles, count / 16, s0, s1);
-    if (head_dim <= 64) return scores_resident_two<2>(q0, q1, key_tiles, count / 16, s0, s1);
-    scores(q0, key_tiles, count, head_dim, s0, 0);
-    scores(q1, key_tiles, count, head_dim, s1, 0);
+                            int head_dim, float* s0, float* s1, AheadKeys& ahead) {
+    if (head_dim <= 32) return scores_resident_two<1>(q0, q1, key_tiles, count / 16, s0, s1, ahead);
+    if (head_dim <= 64) return scores_resident_two<2>(q0, q1, key_tiles, count / 16, s0, s1, ahead);
+    scores(q0, key_tiles, count, head_dim, s0, 0, ahead);
+    scores(q1, key_tiles, count, head_dim, s1, 0, ahead);
   }
 
   // Accumulator C of one tile of O over two steps of 32 keys (or one, when v1 is null).
@@ -201,10 +222,13 @@ struct AmxEngine : PairEngine {
     if (N > 2) store_tile<3>(o + 48, width * 4);
   }
   // P is transposed in place.
-  static void weighted_narrow(uint32_t* p, const uint32_t* v, int count, int head_dim, float* o) {
+  static void weighted_narrow(uint32_t* p, const uint32_t* v, int count, int head_dim, float* o, AheadKeys& ahead) {
     const int width = padded(head_dim, 32), tiles = width / 16, steps = count / 32;
     const int64_t v_step = (int64_t)tiles * kTileWords;
-    for (int k = 0; k < steps; k++) transpose16(p + k * kTileWords, 16, p + k * kTileWords, 16);
+    for (int k = 0; k < steps; k++) {
+      ahead.step();
+      transpose16(p + k * kTileWords, 16, p + k * kTileWords, 16);
+    }
     int d = 0;
     for (; d + 4 <= tiles; d += 4)
       weighted_narrow_tiles<4>(p, v + d * kTileWords, v_step, steps, width, o + d * 16);

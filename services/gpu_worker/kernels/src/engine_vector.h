@@ -5,6 +5,7 @@
 //   weighted  O[d][lane]    = sum_key V[key][d] * P[key][lane]    broadcast V, P in vectors
 #pragma once
 
+#include "ahead.h"
 #include "simd.h"
 
 namespace radixfleet {
@@ -53,6 +54,7 @@ struct VectorEngine {
   using Word = float;  // what queries, K and V are held in
   static constexpr bool kPairs = false;
   static constexpr bool kNarrow = false;
+  using Few = void;
   static constexpr bool kDirectKeys = false;
   static constexpr int kKeyStep = 16;
   static void begin() {}
@@ -69,28 +71,29 @@ struct VectorEngine {
   static void key_row(const T* src, int head_dim, float* dst) { widen_row(src, head_dim, padded(head_dim, 16), dst); }
 
   // rows[i] is the V row of key i, or null beyond the row's end; count is a multiple of 16.
-  static void values(const T* const* rows, int count, int head_dim, bool, float* dst) {
+  static void values(const T* const* rows, int count, int head_dim, bool, float* dst, AheadKeys& ahead) {
     const int width = padded(head_dim, 16);
     for (int i = 0; i < count; i++) {
+      if (i % 16 == 0) ahead.step();
       if (rows[i]) widen_row(rows[i], head_dim, width, dst + (int64_t)i * width);
       else memset(dst + (int64_t)i * width, 0, width * 4);
     }
   }
-  static void scores(const float* q, const float* const* key_tiles, int count, int head_dim, float* s, int vectors) {
+  static void scores(const float* q, const float* const* key_tiles, int count, int head_dim, float* s, int vectors, AheadKeys& ahead) {
     const int width = padded(head_dim, 16);
-    for (int i = 0; i < count; i += 16)
+    for (int i = 0; i < count; i += 16, ahead.step())
       product<Vec>(key_tiles[i / 16], (int64_t)width, (int64_t)1, q, width, s + i * kLanes, 16, vectors);
   }
   static void scores_of_two(const float* q0, const float* q1, const float* const* key_tiles, int count, int head_dim,
-                            float* s0, float* s1) {
-    scores(q0, key_tiles, count, head_dim, s0, kVectors);
-    scores(q1, key_tiles, count, head_dim, s1, kVectors);
+                            float* s0, float* s1, AheadKeys& ahead) {
+    scores(q0, key_tiles, count, head_dim, s0, kVectors, ahead);
+    scores(q1, key_tiles, count, head_dim, s1, kVectors, ahead);
   }
   static void weighted(const float* p, const float* v, int count, int head_dim, float* o, int vectors) {
     const int width = padded(head_dim, 16);
     product<Vec>(v, (int64_t)1, (int64_t)width, p, count, o, width, vectors);
   }
-  static void weighted_narrow(float*, const float*, int, int, float*) {}
+  static void weighted_narrow(float*, const float*, int, int, float*, AheadKeys&) {}
 };
 
 #if defined(__AVX512BF16__)
@@ -100,6 +103,7 @@ struct PairEngine {
   using Word = uint32_t;
   static constexpr bool kPairs = true;
   static constexpr bool kNarrow = false;
+  using Few = void;
   static constexpr bool kDirectKeys = true;
   static constexpr int kKeyStep = 16;
   static void begin() {}
@@ -122,26 +126,28 @@ struct PairEngine {
   }
   static const bf16* at(const bf16* row, int d) { return row ? row + d : nullptr; }
 
-  static void values(const bf16* const* rows, int count, int head_dim, bool, uint32_t* dst) {
-    for (int i = 0; i < count; i += 2)
+  static void values(const bf16* const* rows, int count, int head_dim, bool, uint32_t* dst, AheadKeys& ahead) {
+    for (int i = 0; i < count; i += 2) {
+      if (i % 16 == 0) ahead.step();
       for (int d = 0; d < head_dim; d += 32, dst += 32)
         interleave(at(rows[i], d), at(rows[i + 1], d), head_dim - d, dst, dst + 16);
+    }
   }
-  static void scores(const uint32_t* q, const uint32_t* const* key_tiles, int count, int head_dim, float* s, int vectors) {
+  static void scores(const uint32_t* q, const uint32_t* const* key_tiles, int count, int head_dim, float* s, int vectors, AheadKeys& ahead) {
     const int width = padded(head_dim, 32) / 2;
-    for (int i = 0; i < count; i += 16)
+    for (int i = 0; i < count; i += 16, ahead.step())
       product<Uint>(key_tiles[i / 16], (int64_t)width, (int64_t)1, q, width, s + i * kLanes, 16, vectors);
   }
   static void scores_of_two(const uint32_t* q0, const uint32_t* q1, const uint32_t* const* key_tiles, int count,
-                            int head_dim, float* s0, float* s1) {
-    scores(q0, key_tiles, count, head_dim, s0, kVectors);
-    scores(q1, key_tiles, count, head_dim, s1, kVectors);
+                            int head_dim, float* s0, float* s1, AheadKeys& ahead) {
+    scores(q0, key_tiles, count, head_dim, s0, kVectors, ahead);
+    scores(q1, key_tiles, count, head_dim, s1, kVectors, ahead);
   }
   static void weighted(const uint32_t* p, const uint32_t* v, int count, int head_dim, float* o, int vectors) {
     const int width = padded(head_dim, 32);
     product<Uint>(v, (int64_t)1, (int64_t)width, p, count / 2, o, width, vectors);
   }
-  static void weighted_narrow(uint32_t*, const uint32_t*, int, int, float*) {}
+  static void weighted_narrow(uint32_t*, const uint32_t*, int, int, float*, AheadKeys&) {}
 };
 #endif
 

@@ -49,7 +49,7 @@ struct Batch {
   const int64_t* kv_slots;
   int64_t page_table_stride;
   int32_t rows, tokens, q_heads, kv_heads, head_dim, page_size, dtype, threads;
-  int32_t num_items;
+  int32_t num_items, next_item;  // next_item: nobody has taken yet
   const Item* items;
   Split* splits;
   const int32_t *members, *row_splits;  // rows of groups; the split of each grouped row's first KV head, else -1

@@ -5,6 +5,7 @@
 // threads: a row's result does not depend on the others.
 #pragma once
 
+#include "ahead.h"
 #include "rows.h"
 
 namespace radixfleet {
@@ -107,6 +108,7 @@ struct VectorLinear {
   using Right = typename F::Right;
   static constexpr int kPanels = kWidth == 16 ? 4 : kWidth == 8 ? 2 : 1;  // at a time
   static constexpr int kValueRows = 32;
+  static constexpr bool kAhead = false;  // its loops fetch for themselves
   static void begin() {}
   static void end() {}
   static int steps(const LinearCall& c) { return input_steps(c.inputs, F::kWeights); }
@@ -125,7 +127,8 @@ struct VectorLinear {
     for (; m < rows; m++) panel_product<F, 1, P>(x + m * size, size, w, pair, steps, c + m * stride, stride);
   }
   // c[rows][panels * 16] of `rows` (at most 32) rows from row m and an even number of panels.
-  static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* weight, int panels, float* c) {
+  static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* weight, int panels, float* c,
+                    AheadWeights&) {
     const int n = steps(call);
     const int64_t size = row_size(call), pair = (int64_t)n * 2 * kTileWords, stride = panels * kPanel;
     const Left* x = (const Left*)prepared + m * size;
@@ -141,36 +144,46 @@ struct VectorLinear {
   }
 };
 
-// One row of a block: bias, gate, residual, and the output's type. Columns beyond `count` are not written.
+// 16 finished values of one row, in the output's type; of the last ones only `count` are written.
 template <class Out>
-inline void write_columns(const Out* residual, const float* values, int count, Out* out) {
-  int i = 0;
-  for (; i + kWidth <= count; i += kWidth) {
-    Vec v = load(values + i);
-    if (residual) v += load_wide(residual + i);
-    store_narrow(out + i, v);
+inline void write_values(const Vec* values, const Out* residual, int count, Out* out) {
+  if (count >= kPanel) {
+    for (int j = 0; j < kVectors; j++) {
+      const Vec v = residual ? values[j] + load_wide(residual + j * kWidth) : values[j];
+      store_narrow(out + j * kWidth, v);
+    }
+    return;
   }
-  for (; i < count; i++) {
-    const float v = values[i] + (residual ? wide_scalar(residual[i]) : 0);
-    out[i] = narrow_scalar<Out>(v);
+  float lanes[kPanel];
+  for (int j = 0; j < kVectors; j++) store(lanes + j * kWidth, values[j]);
+  for (int i = 0; i < count; i++) out[i] = narrow_scalar<Out>(lanes[i] + (residual ? wide_scalar(residual[i]) : 0));
+}
+
+// The rows of a block: bias, gate, residual, and the output's type. Columns beyond the last output are not written.
+template <class Out, bool kGated>
+void write_rows(const LinearCall& c, const float* values, int m, int rows, int panel, int panels) {
+  const int columns = kGated ? c.outputs / 2 : c.outputs, first = kGated ? panel / 2 * kPanel : panel * kPanel;
+  for (int r = 0; r < rows; r++) {
+    const Out* residual = c.residual ? (const Out*)c.residual + (m + r) * c.residual_stride + first : nullptr;
+    Out* out = (Out*)c.out + (m + r) * c.out_stride + first;
+    for (int p = 0; p < panels; p += kGated ? 2 : 1) {
+      Vec sums[2 * kVectors];
+      for (int j = 0; j < (kGated ? 2 : 1) * kVectors; j++) {
+        sums[j] = load(values + p * kPanel + j * kWidth);
+        if (c.bias) sums[j] += load(c.bias + (panel + p) * kPanel + j * kWidth);
+      }
+      for (int j = 0; kGated && j < kVectors; j++) sums[j] = silu(sums[j]) * sums[kVectors + j];
+      const int at = (kGated ? p / 2 : p) * kPanel;
+      write_values(sums, residual ? residual + at : nullptr, columns - first - at, out + at);
+    }
+    values += panels * kPanel;
   }
 }
 
 template <class Out>
-void write_block(const LinearCall& c, float* values, int m, int rows, int panel, int panels) {
-  const int columns = c.gated ? c.outputs / 2 : c.outputs, first = c.gated ? panel / 2 * kPanel : panel * kPanel;
-  const int have = panels * kPanel / (c.gated ? 2 : 1), count = columns - first < have ? columns - first : have;
-  for (int r = 0; r < rows; r++) {
-    float* row = values + (int64_t)r * panels * kPanel;
-    if (c.bias)
-      for (int i = 0; i < panels * kPanel; i += kWidth) store(row + i, load(row + i) + load(c.bias + panel * kPanel + i));
-    if (c.gated)
-      for (int p = 0; p < panels; p += 2)
-        for (int j = 0; j < kPanel; j += kWidth)
-          store(row + p / 2 * kPanel + j, silu(load(row + p * kPanel + j)) * load(row + (p + 1) * kPanel + j));
-    const Out* residual = c.residual ? (const Out*)c.residual + (m + r) * c.residual_stride + first : nullptr;
-    write_columns(residual, row, count, (Out*)c.out + (m + r) * c.out_stride + first);
-  }
+void write_block(const LinearCall& c, const float* values, int m, int rows, int panel, int panels) {
+  if (c.gated) write_rows<Out, true>(c, values, m, rows, panel, panels);
+  else write_rows<Out, false>(c, values, m, rows, panel, panels);
 }
 
 template <class Product>
@@ -185,20 +198,47 @@ void prepare_rows(const LinearCall& c, int first, int last, char* prepared, type
 
 // A panel pair is read once for all rows: from memory for the first 32, from a cache for the others.
 template <class Product>
-void run_panels(const LinearCall& c, const char* prepared, int panel, int panels, float* values) {
+void run_panels(const LinearCall& c, const char* prepared, int panel, int panels, float* values, AheadWeights& ahead) {
   const int64_t pair = (int64_t)Product::steps(c) * 2 * kTileWords;
-  const uint32_t* weight = (const uint32_t*)c.weight + panel / 2 * pair;
-  for (int m = 0; m < c.rows; m += 32) {
-    const int rows = c.rows - m < 32 ? c.rows - m : 32;
-    Product::block(c, prepared, m, rows, weight, panels, values);
-    Product::finish(c, prepared, m, rows, panel, panels, values);
-    if (c.out_dtype == kBfloat16) write_block<bf16>(c, values, m, rows, panel, panels);
-    else write_block<float>(c, values, m, rows, panel, panels);
+  const int together = c.rows > kSharedRows ? 2 : panels;
+  for (const int end = panel + panels; panel < end; panel += together) {
+    const uint32_t* weight = (const uint32_t*)c.weight + panel / 2 * pair;
+    for (int m = 0; m < c.rows; m += 32) {
+      const int rows = c.rows - m < 32 ? c.rows - m : 32;
+      Product::block(c, prepared, m, rows, weight, together, values, ahead);
+      Product::finish(c, prepared, m, rows, panel, together, values);
+      if (c.out_dtype == kBfloat16) write_block<bf16>(c, values, m, rows, panel, together);
+      else write_block<float>(c, values, m, rows, panel, together);
+    }
   }
 }
 
 constexpr int kChunksEach = 8;
 constexpr int kChunkPanels = 4;  // at most; many rows take a pair, which then stays in the nearest cache
+
+// The pieces of one product that threads take in turn.
+template <class Product>
+struct Chunks {
+  const LinearCall& c;
+  int all, per, count;
+  Chunks(const LinearCall& call, int threads) : c(call), all(panels_of(call.outputs, call.gated)) {
+    // Where a thread has few chunks, small ones: who is done first waits for the last.
+    per = (call.rows > kSharedRows && !call.gated) || all < kChunksEach * kChunkPanels * threads ? 2 : kChunkPanels;
+    count = (all + per - 1) / per;
+  }
+  int panel(int i) const { return i * per; }
+  int panels(int i) const { return all - panel(i) < per ? all - panel(i) : per; }
+  AheadWeights ahead(int i, int rows) const {
+    const int64_t pair = (int64_t)Product::steps(c) * 2 * kTileWords;
+    AheadWeights weights;
+    if (i >= count || !Product::kAhead) return weights;
+    weights.at = (const char*)((const uint32_t*)c.weight + panel(i) / 2 * pair);
+    weights.lines = (int)(panels(i) / 2 * pair / 16);
+    const int blocks = (rows + 31) / 32;
+    weights.each = (32 + blocks - 1) / blocks;
+    return weights;
+  }
+};
 
 // Memory of one product: per thread for values and a normed row, then the prepared rows. Few rows are prepared by every
 // thread for itself, which costs less than waiting for each other.
@@ -214,14 +254,13 @@ struct LinearScratch {
   size_t bytes(int threads) const { return own * threads + rows * (shared ? 1 : threads); }
 };
 
-// To be called by all threads of a parallel region; returns when all outputs are written.
+// To be called by all threads of a parallel region; returns when all outputs are written. `taken`: counts the chunks
+// taken, 0 before. `then`: the weights of the next product, or null.
 template <class Product>
-void linear_in_team(const LinearCall& c, char* scratch) {
+void linear_in_team(const LinearCall& c, char* scratch, int32_t* taken, const LinearCall* then = nullptr) {
   const LinearScratch<Product> memory(c);
-  const int thread = thread_number(), threads = thread_count(), panels = panels_of(c.outputs, c.gated);
-  // Where a thread has few chunks, small ones: who is done first waits for the last.
-  const int per = memory.shared || panels < kChunksEach * kChunkPanels * threads ? 2 : kChunkPanels;
-  const int chunks = (panels + per - 1) / per;
+  const int thread = thread_number(), threads = thread_count();
+  const Chunks<Product> chunks(c, threads);
   float* values = (float*)(scratch + memory.own * thread);
   auto* normed = (typename Product::Storage*)((char*)values + memory.values);
   char* prepared = scratch + memory.own * c.threads + (memory.shared ? 0 : memory.rows * thread);
@@ -232,20 +271,27 @@ void linear_in_team(const LinearCall& c, char* scratch) {
   if (memory.shared) {
 #pragma omp barrier
   }
-#pragma omp for schedule(dynamic, 1)
-  for (int i = 0; i < chunks; i++) {
-    const int panel = i * per;
-    run_panels<Product>(c, prepared, panel, panels - panel < per ? panels - panel : per, values);
+  AheadWeights ahead;
+  for (int i = thread; i < chunks.count;) {
+    const int next = threads + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+    if (next < chunks.count) ahead = chunks.ahead(next, c.rows);
+    else if (then) ahead = Chunks<Product>(*then, threads).ahead(thread, c.rows);
+    else ahead = AheadWeights();
+    run_panels<Product>(c, prepared, chunks.panel(i), chunks.panels(i), values, ahead);
+    ahead.rest();
+    i = next;
   }
   Product::end();
+#pragma omp barrier
 }
 
 template <class Product>
 bool linear(const LinearCall& c) {
   char* scratch = (char*)thread_scratch(LinearScratch<Product>(c).bytes(c.threads));
   if (!scratch) return false;
+  int32_t taken = 0;
 #pragma omp parallel num_threads(c.threads)
-  linear_in_team<Product>(c, scratch);
+  linear_in_team<Product>(c, scratch, &taken);
   return true;
 }
 

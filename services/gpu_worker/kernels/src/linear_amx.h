@@ -20,7 +20,7 @@ struct Bf16Dot {
 // The tile products, for inputs of any kind: a tile is 1 KiB either way.
 template <class Dot>
 struct AmxTiles {
-  static constexpr int kAhead = 8 * kTileWords;  // words of weights fetched ahead of use
+  static constexpr int kNear = 4 * kTileWords;  // words of weights brought into the nearest cache ahead of use
   static constexpr int kTileBytes = kTileWords * 4;
 
   static void prefetch_tile(const uint32_t* w) {
@@ -30,17 +30,17 @@ struct AmxTiles {
   // Two steps in a row go to one accumulator, which is faster than changing it.
   template <int C>
   static void two_steps(const uint32_t* w, bool two) {
-    prefetch_tile(w + kAhead);
+    prefetch_tile(w + kNear);
     load_tile<6>(w, 64);
     Dot::template multiply<C, 4, 6>();
     if (!two) return;
-    prefetch_tile(w + kAhead + 2 * kTileWords);
+    prefetch_tile(w + kNear + 2 * kTileWords);
     load_tile<7>(w + 2 * kTileWords, 64);
     Dot::template multiply<C, 5, 7>();
   }
   // 16 rows by one pair of panels, or two pairs.
   template <int Pairs>
-  static void one_row_tile(const char* x, const uint32_t* w, int steps, float* c, int64_t stride) {
+  static void one_row_tile(const char* x, const uint32_t* w, int steps, float* c, int64_t stride, AheadWeights& ahead) {
     const uint32_t* v = w + (int64_t)steps * 2 * kTileWords;
     zero_tile<0>();
     zero_tile<1>();
@@ -48,6 +48,7 @@ struct AmxTiles {
     if (Pairs > 1) zero_tile<3>();
     for (int k = 0; k < steps; k += 2, x += 2 * kTileBytes, w += 4 * kTileWords, v += 4 * kTileWords) {
       const bool two = k + 1 < steps;
+      for (int i = 0; i < Pairs * (two ? 2 : 1); i++) ahead.step();
       load_tile<4>(x, 64);
       if (two) load_tile<5>(x + kTileBytes, 64);
       two_steps<0>(w, two);
@@ -63,15 +64,16 @@ struct AmxTiles {
 
   // 32 rows by one pair of panels; only the first rows find the weights in memory rather than in a cache.
   template <bool kFirst>
-  static void two_row_tiles(const char* x, const uint32_t* w, int steps, float* c, int64_t stride) {
+  static void two_row_tiles(const char* x, const uint32_t* w, int steps, float* c, int64_t stride, AheadWeights& ahead) {
     const char* y = x + (int64_t)steps * kTileBytes;
     zero_tile<0>();
     zero_tile<1>();
     zero_tile<2>();
     zero_tile<3>();
     for (int k = 0; k < steps; k++, x += kTileBytes, y += kTileBytes, w += 2 * kTileWords) {
-      if (kFirst) prefetch_tile(w + kAhead);
-      if (kFirst) prefetch_tile(w + kAhead + kTileWords);
+      ahead.step();
+      if (kFirst) prefetch_tile(w + kNear);
+      if (kFirst) prefetch_tile(w + kNear + kTileWords);
       load_tile<4>(x, 64);
       load_tile<6>(w, 64);
       Dot::template multiply<0, 4, 6>();
@@ -88,15 +90,16 @@ struct AmxTiles {
   }
 
   // Up to 32 tile rows by all panels; `first`: the weights come from memory.
-  static void block(const char* x, int rows, bool first, const uint32_t* w, int steps, int panels, float* c) {
+  static void block(const char* x, int rows, bool first, const uint32_t* w, int steps, int panels, float* c,
+                    AheadWeights& ahead) {
     const int64_t pair = (int64_t)steps * 2 * kTileWords, stride = panels * kPanel * 4;
     int p = 0;
     if (rows <= 16)
-      for (; p + 4 <= panels; p += 4) one_row_tile<2>(x, w + p / 2 * pair, steps, c + p * kPanel, stride);
+      for (; p + 4 <= panels; p += 4) one_row_tile<2>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, ahead);
     for (; p < panels; p += 2) {
-      if (rows <= 16) one_row_tile<1>(x, w + p / 2 * pair, steps, c + p * kPanel, stride);
-      else if (first) two_row_tiles<true>(x, w + p / 2 * pair, steps, c + p * kPanel, stride);
-      else two_row_tiles<false>(x, w + p / 2 * pair, steps, c + p * kPanel, stride);
+      if (rows <= 16) one_row_tile<1>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, ahead);
+      else if (first) two_row_tiles<true>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, ahead);
+      else two_row_tiles<false>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, ahead);
     }
   }
 };
@@ -104,6 +107,7 @@ struct AmxTiles {
 struct AmxLinear {
   using Storage = bf16;
   static constexpr int kValueRows = 32;
+  static constexpr bool kAhead = true;
   static void begin() { full_tiles(); }
   static void end() { release_tiles(); }
   static int steps(const LinearCall& c) { return input_steps(c.inputs, kBfloat16); }
@@ -116,9 +120,10 @@ struct AmxLinear {
       _mm512_storeu_si512(dst, n >= 32 ? _mm512_loadu_si512(row + i) : _mm512_maskz_loadu_epi16((1u << n) - 1, row + i));
     }
   }
-  static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* w, int panels, float* c) {
+  static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* w, int panels, float* c,
+                    AheadWeights& ahead) {
     const int n = steps(call);
-    AmxTiles<Bf16Dot>::block(prepared + (int64_t)(m / 16) * n * 1024, rows, m == 0, w, n, panels, c);
+    AmxTiles<Bf16Dot>::block(prepared + (int64_t)(m / 16) * n * 1024, rows, m == 0, w, n, panels, c, ahead);
   }
   static void finish(const LinearCall&, const char*, int, int, int, int, float*) {}
 };

@@ -20,6 +20,7 @@ template <class T>
 struct AmxInt8Linear {
   using Storage = T;
   static constexpr int kValueRows = 64;
+  static constexpr bool kAhead = true;
   static void begin() { full_tiles(); }
   static void end() { release_tiles(); }
   static int steps(const LinearCall& c) { return input_steps(c.inputs, kInt8); }
@@ -30,12 +31,13 @@ struct AmxInt8Linear {
     char* dst = prepared + (int64_t)(m / 8) * steps(c) * 1024 + m % 8 * 128;
     ((float*)(prepared + tile_bytes(c)))[m] = quantise_row(row, c.inputs, dst, 1024).scale;
   }
-  static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* w, int panels, float* c) {
+  static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* w, int panels, float* c,
+                    AheadWeights& ahead) {
     const int n = steps(call), tile_rows = 2 * rows;
     for (int t = 0; t < tile_rows; t += 32) {
       const char* x = prepared + (int64_t)((2 * m + t) / 16) * n * 1024;
       const int some = tile_rows - t < 32 ? tile_rows - t : 32;
-      AmxTiles<Int8Dot>::block(x, some, m == 0 && t == 0, w, n, panels, c + (int64_t)t * panels * kPanel);
+      AmxTiles<Int8Dot>::block(x, some, m == 0 && t == 0, w, n, panels, c + (int64_t)t * panels * kPanel, ahead);
     }
   }
   // Two rows of integers become one of floats, in place: row r is read before anything reaches its memory.

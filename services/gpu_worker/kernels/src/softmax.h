@@ -4,6 +4,7 @@
 // kept in base 2: p = 2^(s * factor - m), with m the block's maximum of s * factor.
 #pragma once
 
+#include "ahead.h"
 #include "simd.h"
 
 namespace radixfleet {
@@ -16,7 +17,7 @@ struct Visible {
 };
 
 inline void cap_scores(float* s, int count, float scale, float cap) {
-  for (int i = 0; i < count * kLanes; i += kWidth) store(s + i, tanhv(load(s + i) * (scale / cap)) * cap);
+  for (int i = 0; i < count; i += kWidth) store(s + i, tanhv(load(s + i) * (scale / cap)) * cap);
 }
 
 inline void mask_rows(float* s, int from, int to, int first_key, const Visible& visible) {
@@ -72,13 +73,14 @@ inline __m512i exponentials_from_fixed(__m512i x) {
 
 // The same for P in pairs [count / 2][16 lanes][2] of bf16. The sums are those of the rounded values, so that rounding
 // does not bias the quotient.
-inline Vec pair_exponentials(float* s, int count, float factor, Vec m) {
+inline Vec pair_exponentials(float* s, int count, float factor, Vec m, AheadKeys& ahead) {
   const __m512 scale = _mm512_set1_ps(factor * 512), base = (__m512)((127.0f - m) * 512.0f);
   const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
   const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-  __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-  for (int i = 0; i < count; i += 4)
-    for (int k = 0; k < 2; k++) {
+  __m512 sum[4] = {};
+  for (int i = 0; i < count; i += 8)
+    for (int k = 0; k < 4; k++) {
+      if (i % 32 == 0 && k == 0) ahead.step();
       const float* at = s + (i + 2 * k) * kLanes;
       const __m512i even = _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_loadu_ps(at), scale, base));
       const __m512i odd = _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_loadu_ps(at + kLanes), scale, base));
@@ -88,20 +90,20 @@ inline Vec pair_exponentials(float* s, int count, float factor, Vec m) {
       _mm512_storeu_si512(s + (i / 2 + k) * kLanes, p);
       sum[k] = _mm512_dpbf16_ps(sum[k], (__m512bh)p, ones);
     }
-  return (Vec)_mm512_add_ps(sum[0], sum[1]);
+  return (Vec)((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 #else
-inline Vec pair_exponentials(float* s, int count, float factor, Vec m) { return exponentials(s, count, factor, m); }
+inline Vec pair_exponentials(float* s, int count, float factor, Vec m, AheadKeys&) { return exponentials(s, count, factor, m); }
 #endif
 
 // Maxima and sums are those of this block alone.
 template <bool kPairs>
-inline void softmax(float* s, int count, float factor, float* maxima, float* sums) {
+inline void softmax(float* s, int count, float factor, float* maxima, float* sums, AheadKeys& ahead) {
   for (int j = 0; j < kLanes; j += kWidth) {
     const Vec top = column_maximum(s + j, count) * factor;
     store(maxima + j, top);
     const Vec base = maximum(top, splat(-1e30f));  // a lane that sees no key here gets zeros, not NaN
-    store(sums + j, kPairs ? pair_exponentials(s + j, count, factor, base) : exponentials(s + j, count, factor, base));
+    store(sums + j, kPairs ? pair_exponentials(s + j, count, factor, base, ahead) : exponentials(s + j, count, factor, base));
   }
 }
 
