@@ -104,7 +104,8 @@ def _llamacpp_command(folder: Path, models: Models, port: int) -> list[str]:
     threads = str(os.cpu_count() or 1)
     words = [str(server), "-m", str(models.bf16), "--alias", NAME, "--host", "127.0.0.1", "--port", str(port)]
     words += ["-t", threads, "-tb", threads, "-np", "32", "-c", "147456", "-b", "2048", "-ub", "512"]
-    return [*words, "--cont-batching", "--cache-prompt", "--no-ui"]
+    # Only from this verbosity on does the log name the weights' type; it says nothing more per token.
+    return [*words, "--cont-batching", "--cache-prompt", "--no-ui", "-lv", "4"]
 
 
 def _install_openvino(folder: Path) -> None:
