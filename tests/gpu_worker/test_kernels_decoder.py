@@ -148,11 +148,12 @@ def test_a_token_does_not_depend_on_chunks_rows_or_threads(
         torch.set_num_threads(before)
 
 
-def test_only_wanted_rows_come_out(kernels: library.Library) -> None:
-    model = Model(kernels, torch.float32, bias=False, qk_norm=False, rope=True)
-    x = torch.randn(50, HIDDEN)
+@BOTH
+def test_only_wanted_rows_come_out(kernels: library.Library, dtype: torch.dtype) -> None:
+    model = Model(kernels, dtype, bias=False, qk_norm=False, rope=True)
+    x = torch.randn(50, HIDDEN).to(dtype)
     expected = model.steps(x, [50])
-    cache = KVCache(LAYERS, 4, PAGE, KV_HEADS, DIM, torch.float32, torch.device("cpu"))
+    cache = KVCache(LAYERS, 4, PAGE, KV_HEADS, DIM, dtype, torch.device("cpu"))
     attention, positions = NativeAttention(cache, library_of(model.native)), torch.arange(50)
     batch = ForwardBatch(
         positions,

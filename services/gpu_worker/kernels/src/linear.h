@@ -234,7 +234,7 @@ struct Chunks {
     if (i >= count || !Product::kAhead) return weights;
     weights.at = (const char*)((const uint32_t*)c.weight + panel(i) / 2 * pair);
     weights.lines = (int)(panels(i) / 2 * pair / 16);
-    const int blocks = (rows + 31) / 32;
+    const int blocks = rows > 32 ? (rows + 31) / 32 : 1;
     weights.each = (32 + blocks - 1) / blocks;
     return weights;
   }
