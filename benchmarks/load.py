@@ -29,6 +29,8 @@ from tokenizers import Tokenizer
 
 Json = dict[str, Any]
 
+ATTEMPTS = 3
+
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "city": {"type": "string"}},
@@ -118,7 +120,7 @@ class Client:
         }
         answer = Answer(time.perf_counter())
         try:
-            await self._stream(path, body, answer)
+            await self._attempts(path, body, answer)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             answer.error = f"{type(error).__name__}: {error}"
         answer.ended = time.perf_counter()
@@ -126,6 +128,15 @@ class Client:
         if not answer.out_tokens and not answer.error:
             answer.error = "an empty answer"
         return answer
+
+    async def _attempts(self, path: str, body: Json, answer: Answer) -> None:
+        """A kept connection may have been closed by the server just now; its time counts."""
+        for attempt in range(ATTEMPTS):
+            try:
+                return await self._stream(path, body, answer)
+            except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
+                if answer.pieces or attempt + 1 == ATTEMPTS:
+                    raise
 
     async def _stream(self, path: str, body: Json, answer: Answer) -> None:
         assert self._session is not None
