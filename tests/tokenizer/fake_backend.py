@@ -152,7 +152,7 @@ class FakeBackend:
     # What tests wait for
 
     async def until(self, condition: Callable[[], object], seconds: float = 10.0) -> None:
-        """Wait until a message made `condition` true."""
+        """Wait until a message, or an answer that is held up, made `condition` true."""
         async with asyncio.timeout(seconds), self._arrived:
             await self._arrived.wait_for(lambda: bool(condition()))
 
@@ -265,6 +265,8 @@ class FakeBackend:
             self.say(request, self._chunk(request, script, position))
             position += 1
             self._sent[request.request_id] = position
+            if script.pause_after == position:
+                self._notify()
             await asyncio.sleep(0.001 if script.endless else 0)
         if not script.ids:
             chunk = TextChunk(request.request_id, 0, b"", finish=script.finish, prompt_scores=script.prompt_scores)
