@@ -106,8 +106,9 @@ class Watched:
 
     def __init__(self, *, pipelined: bool) -> None:
         self.bench = Bench(slots=SLOTS, pages=PAGES, context=CONTEXT, max_tokens=MOST)
-        engine = self.bench.engine
-        self.engine = PipelinedEngine(engine, HostDevice()) if pipelined else engine
+        whole = self.bench.whole  # whatever the switch of `cuda.start` says
+        self.engine = PipelinedEngine(whole, HostDevice()) if pipelined else whole
+        self.bench.engine = self.engine  # type: ignore[assignment]
         self._forward = self.bench.runner.forward
         self.bench.runner.forward = self._checked  # type: ignore[method-assign]
 

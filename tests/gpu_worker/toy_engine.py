@@ -90,8 +90,9 @@ class Bench(Steps):
     ) -> None:
         self.runner = ToyRunner(pages, vocab=vocab)
         self.limits = SlotLimits(slots, pages, PAGE, context, vocab)
+        self.whole = Engine(self.runner, self.limits, max_tokens, CPU)
         # In one piece; in two halves where the tests are run with the switch of `cuda.start`.
-        super().__init__(split(Engine(self.runner, self.limits, max_tokens, CPU), graph_device(CPU)))
+        super().__init__(split(self.whole, graph_device(CPU)))
 
     def run(self, prompt: list[int], count: int, params: SamplingParams = SamplingParams(), slot: int = 0) -> list[int]:  # noqa: B008
         """Prefill and decode one request alone; its pages are 0, 1, ..."""
