@@ -89,7 +89,7 @@ class FakeAgent:
         if self._net.fault == "metadata" or not metadata.startswith(b"metadata of "):
             raise FakeNixlError("NIXL_ERR_MISMATCH")
         name = metadata.removeprefix(b"metadata of ")
-        self.met.add(name.decode())
+        self.met.add(name.decode(errors="replace"))
         return name  # bytes, as NIXL's
 
     def remove_remote_agent(self, *args: Any, **kwargs: Any) -> None:

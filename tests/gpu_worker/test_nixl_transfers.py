@@ -313,6 +313,7 @@ async def test_a_format_that_differs_fails_the_transfer(make: Make, net: FakeNix
     [
         ({"address": 4096}, True),  # not registered
         ({"agent": "somebody"}, True),  # whose metadata it is not
+        ({"metadata": b"metadata of \xff\xfe"}, True),  # of an agent whose name is no text
         ({"count": 0}, False),
         ({"count": 5}, False),
         ({"count": 1 << 40}, False),
@@ -332,12 +333,13 @@ async def test_offers_that_make_no_sense_are_not_read(
     offer: dict[str, Any] = {"agent": stranger.name, "address": stranger.to_send[0].address}
     for name, value in fields.items():
         (chunk if name in chunk else offer)[name] = value
+    metadata = offer.pop("metadata", stranger.metadata)
     answers = f"ipc://{tmp_path}/answers"
     message = KvOffer(chunk=KvChunk(**chunk), memory="DRAM", device=0, answer_to=answers, **offer)
     with zmq.Context.instance().socket(zmq.PULL) as pull, zmq.Context.instance().socket(zmq.PUSH) as push:
         pull.bind(answers)
         push.connect(target.transfers.endpoints[0])
-        for frames in ([msgspec.msgpack.encode(message)], [msgspec.msgpack.encode(message), stranger.metadata]):
+        for frames in ([msgspec.msgpack.encode(message)], [msgspec.msgpack.encode(message), metadata]):
             await asyncio.to_thread(push.send_multipart, frames)
         if refused:
             answer = msgspec.msgpack.decode(await asyncio.to_thread(pull.recv), type=KvTaken)

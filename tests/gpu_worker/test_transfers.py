@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 import torch
 import zmq
 
-from services.gpu_worker.transfer import outgoing
+from services.gpu_worker.transfer import answers, outgoing
 from services.gpu_worker.transfer.address import bind_address
+from services.gpu_worker.transfer.answers import Answers
+from services.gpu_worker.transfer.outgoing import Sockets
 from services.gpu_worker.transfer.page_io import PageIO
-from shared import ints
-from shared.messages.kv import KvCancel, KvChunk, KvDone, KvReady, KvSend
+from shared import curve, ints
+from shared.messages.kv import KvCancel, KvChunk, KvDone, KvReady, KvSend, KvTaken
 from tests.gpu_worker.transfer_ends import End, Make
 
 
@@ -108,6 +111,47 @@ async def test_a_target_that_is_not_there_can_be_given_up(make: Make, tmp_path: 
     assert (await source.next()).transfer_id == 2
     source.transfers.handle(KvCancel(1))
     assert await source.next() == KvDone(1, 7, "sent", ok=False, detail="cancelled")
+
+
+async def test_however_many_targets_are_not_there_each_is_called_once(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(curve, "secure_client", lambda socket, endpoint, kind: called.append(endpoint))
+    source = make()
+    nobody = [f"ipc://{tmp_path}/nobody{number}" for number in range(outgoing.MAX_TARGETS + 8)]
+    for number, endpoint in enumerate(nobody):
+        source.transfers.handle(KvSend(number, ints.pack([1]), "b", (endpoint,)))
+    late = make(endpoint=nobody[0])
+    late.receive(0, [1])
+    await late.next()
+    assert (await late.next()).ok
+    assert (await source.next()).transfer_id == 0
+    assert called == nobody
+
+
+def test_sockets_that_somebody_waits_for_stay_open(tmp_path: Path) -> None:
+    sockets = Sockets(zmq.Context.instance())
+    names = [f"ipc://{tmp_path}/{number}" for number in range(outgoing.MAX_TARGETS + 3)]
+    opened = [sockets.to(name) for name in names]
+    sockets.trim(set(opened))
+    assert not any(socket.closed for socket in opened)
+    sockets.trim({opened[1]})
+    assert [socket.closed for socket in opened[:5]] == [True, False, True, True, False]
+    assert not any(socket.closed for socket in opened[5:])
+    assert sockets.to(names[1]) is opened[1]
+    sockets.close()
+
+
+def test_an_answer_that_nobody_takes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets = Sockets(zmq.Context.instance())
+    waiting = Answers(sockets)
+    waiting.add(f"ipc://{tmp_path}/nobody", KvTaken(1, 0, True))
+    assert waiting.send() == {sockets.to(f"ipc://{tmp_path}/nobody")}
+    later = time.monotonic() + answers.ANSWER_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert waiting.send() == set()
+    sockets.close()
 
 
 @pytest.mark.parametrize(

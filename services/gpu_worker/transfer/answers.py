@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 
 import msgspec
 import structlog
 import zmq
 
+from services.gpu_worker.transfer.offers import ANSWER_S
 from services.gpu_worker.transfer.outgoing import Sockets, takes_now
 from shared import curve
 from shared.messages.kv import KvTaken
 
 MAX_WAITING = 256
-"""Beyond them the oldest is lost; its source waits no longer than `offers.ANSWER_S`."""
+"""Beyond them the oldest is lost, as is one that cannot be sent for ANSWER_S: its source waits no longer."""
 
 log = structlog.get_logger(__name__)
 
@@ -21,22 +23,24 @@ log = structlog.get_logger(__name__)
 class Answers:
     def __init__(self, sockets: Sockets) -> None:
         self._sockets = sockets
-        self._waiting: deque[tuple[str, KvTaken]] = deque(maxlen=MAX_WAITING)
+        self._waiting: deque[tuple[float, str, KvTaken]] = deque(maxlen=MAX_WAITING)
         self._encoder = msgspec.msgpack.Encoder()
 
     def add(self, endpoint: str, taken: KvTaken) -> None:
-        self._waiting.append((endpoint, taken))
+        self._waiting.append((time.monotonic() + ANSWER_S, endpoint, taken))
 
     def send(self) -> set[zmq.Socket[bytes]]:
         """Those that can go now; the sockets that the others wait for. Answers to one endpoint stay in order."""
         full: set[zmq.Socket[bytes]] = set()
         for _ in range(len(self._waiting)):
-            endpoint, taken = self._waiting.popleft()
+            until, endpoint, taken = self._waiting.popleft()
+            if until <= time.monotonic():
+                continue
             try:
                 socket = self._sockets.to(endpoint)
                 if socket in full or not self._send(socket, taken):
                     full.add(socket)
-                    self._waiting.append((endpoint, taken))
+                    self._waiting.append((until, endpoint, taken))
             except (zmq.ZMQError, curve.KeysUnusable) as error:
                 log.warning("nixl: cannot answer", endpoint=endpoint, reason=str(error))
         return full

@@ -128,7 +128,7 @@ class Carrier:
         known = self._known.pop(name, None)
         if known != metadata:
             met = _tried(lambda: self._agent.add_remote_agent(metadata))
-            if (met if isinstance(met, str) else met.decode()) != name:
+            if met not in (name, name.encode()):  # it may be any bytes
                 raise NixlFailed(f"the metadata of {name} is another agent's")
         self._known[name] = metadata
         if len(self._known) > MAX_AGENTS:

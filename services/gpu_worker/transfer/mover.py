@@ -145,6 +145,8 @@ class Mover:
             self._turn()
             moved, full = self._send_one()
             full |= self._answers.send()
+            if not moved:  # else nobody has asked who waits
+                self._sockets.trim(full)
             for socket in full:
                 poller.register(socket, zmq.POLLOUT)
         self._end()

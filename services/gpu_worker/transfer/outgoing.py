@@ -45,7 +45,7 @@ class Outgoing:
 
 
 class Sockets:
-    """The targets of late; the one not used for the longest time is closed."""
+    """The targets of late; `trim` closes those not used for the longest time."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._context = context
@@ -63,9 +63,14 @@ class Sockets:
             curve.secure_client(socket, endpoint, "worker")
             socket.connect(endpoint)
         self._sockets[endpoint] = socket
-        if len(self._sockets) > MAX_TARGETS:
-            self._sockets.pop(next(iter(self._sockets))).close()
         return socket
+
+    def trim(self, waited_for: set[zmq.Socket[bytes]]) -> None:
+        """Keep MAX_TARGETS, and all of `waited_for`: who opened those anew each turn would never see them connect."""
+        excess = len(self._sockets) - MAX_TARGETS
+        idle = [endpoint for endpoint, socket in self._sockets.items() if socket not in waited_for]
+        for endpoint in idle[: max(excess, 0)]:
+            self._sockets.pop(endpoint).close()
 
     def close(self) -> None:
         for socket in self._sockets.values():
