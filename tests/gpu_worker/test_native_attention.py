@@ -276,3 +276,33 @@ def test_float16_is_not_native() -> None:
     cache = KVCache(1, 2, 16, 1, 16, torch.float16, torch.device("cpu"))
     with pytest.raises(NativeUnavailable, match="float16"):
         NativeAttention(cache, LIBRARY)
+
+
+@BOTH
+@pytest.mark.parametrize(("start", "count"), [(249, 8), (505, 8), (500, 13), (504, 16), (482, 31), (761, 20)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tokens_of_a_chunk_that_straddles_a_block_have_the_bits_they_have_alone(
+    kernels: library.Library, dtype: torch.dtype, start: int, count: int, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        setup = build(Case([(count, start)], dtype=dtype))
+        together, batch = run(setup, kernels), setup.batch
+        attention = NativeAttention(setup.cache, kernels)
+        for i in range(count):
+            one = ForwardBatch(
+                token_ids=batch.token_ids[:1],
+                positions=batch.positions[i : i + 1],
+                qo_indptr=torch.tensor([0, 1], dtype=torch.int32),
+                kv_lengths=torch.tensor([start + i + 1], dtype=torch.int32),
+                page_tables=batch.page_tables,
+                kv_slots=batch.kv_slots[i : i + 1],
+                logit_rows=batch.logit_rows,
+                num_decode_rows=1,
+            )
+            attention.plan(one)
+            q, k, v = (part[i : i + 1] for part in (setup.q, setup.k, setup.v))
+            assert torch.equal(attention.forward(1, q, k, v, setup.spec)[0], together[i]), f"token {i}"
+    finally:
+        torch.set_num_threads(before)
