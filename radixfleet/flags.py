@@ -141,6 +141,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _float("--ageing-seconds", "under lpm a request that waits this long goes first [5]"),
         _int("--page-size", "KV tokens per page; hits are token-granular anyway [16]", least=1),
         _switch("--disable-radix-cache", help="share no prefixes between requests"),
+        _text("--speculative-algorithm", "guesses of the next tokens, from the text so far and the radix tree (ngram), "
+              "on workers that take them [ngram]", ("ngram", "none"), NGRAM="ngram", NONE="none"),
+        _int("--speculative-num-draft-tokens", "most guesses of one request in one step [31]"),
         _switch("--disable-overlap-schedule", help="one step at a time", setting="max_inflight_steps", sets="1"),
         _int("--max-inflight-steps", "steps dispatched ahead of their results [2]", least=1),
         _text("--attention-backend", "kernels of attention: native on CPU, flashinfer on CUDA [auto]",
@@ -204,7 +207,6 @@ REFUSED: dict[str, str] = {
     "--allow-auto-truncate": "prompts are never cut in silence",
     "--enable-lora": "LoRA adapters are not supported",
     "--lora-paths": "LoRA adapters are not supported",
-    "--speculative-algorithm": "speculative decoding is not supported",
     "--completion-template": "completions are sent as they are",
     "--warmups": "there is one warm-up request; --skip-server-warmup leaves it out",
 }

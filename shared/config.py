@@ -99,6 +99,8 @@ class SchedulerConfig(ServiceConfig, frozen=True, kw_only=True):
     page_size: Positive = DEFAULT_PAGE_SIZE
     schedule_policy: typing.Literal["fcfs", "lpm"] = "fcfs"
     disable_radix_cache: bool = False
+    speculative_algorithm: typing.Literal["ngram", "none"] = "ngram"
+    speculative_num_draft_tokens: NonNegative = 0  # most guesses of one row; 0: what the worker offers
     chunked_prefill_size: int = 0  # tokens per step and worker; 0: the worker's own limit; -1: no chunks
     max_running_requests: NonNegative = 0  # per worker; 0: the worker's slots
     max_queued_requests: Positive = 4096

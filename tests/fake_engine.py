@@ -111,6 +111,8 @@ class FakeEngine:
     ms_per_token: float = 0.0  # what it says a forward takes
     prefill_tokens: int = 0
     decode_rows: int = 0
+    guesses: int = 0  # tokens it was sent as drafts
+    right_guesses: int = 0
     copies: int = 0
     shared_reads: int = 0  # pages that groups spared decode rows to read
     choose: Callable[[int, bytes | None, SamplingParams], int] = choose
@@ -313,6 +315,9 @@ class FakeEngine:
         seat = self._seat(row.slot)
         known = ints.unpack(row.token_ids).tolist()
         self._check(bool(known), f"an empty chunk for slot {row.slot}")
+        if row.drafts:
+            self._check_drafts(seat, row)
+            known, guesses = known[: -row.drafts], known[-row.drafts :]
         values: list[float] = []
         start = seat.length
         for token in known:
@@ -325,8 +330,37 @@ class FakeEngine:
         self.prefill_tokens += len(known)
         if values:
             prompt_scores.append(RowScores(index, _scores(values, seat.sampling)))
-        if row.sample:
+        if row.drafts:
+            self._sample_with(guesses, row.slot, seat, tokens, errors)
+        elif row.sample:
             self._sample(row.slot, seat, tokens, scores, errors)
+
+    def _check_drafts(self, seat: _Slot, row: PrefillRow) -> None:
+        params = seat.sampling
+        self._check(0 < row.drafts <= self.hello.max_drafts, f"{row.drafts} guesses in one row")
+        self._check(row.sample and row.score_from < 0 and row.next_token < 0, "guesses in a row that is scored")
+        self._check(params.logprobs < 0 and row.slot not in self._masks, "guesses for a row with scores or a mask")
+        self._check(params.repetition_penalty == 1.0, "guesses for a row with penalties")
+
+    def _sample_with(
+        self, guesses: list[int], slot: int, seat: _Slot, tokens: list[int], errors: list[RowError]
+    ) -> None:
+        """All guesses get into the pages, and stay there even where they are wrong."""
+        states, length = [seat.state], seat.length
+        for guess in guesses:
+            self._write(slot, seat, guess)
+            states.append(seat.state)
+        self.guesses += len(guesses)
+        end = len(tokens) + len(guesses) + 1
+        for kept, state in enumerate(states):
+            seat.length, seat.state = length + kept, state
+            if seat.ended or not seat.remaining:
+                break
+            self._sample(slot, seat, tokens, [], errors)
+            if kept == len(guesses) or tokens[-1] != guesses[kept] or seat.ended:
+                break
+            self.right_guesses += 1
+        tokens.extend([-1] * (end - len(tokens)))
 
     def _sample(
         self, slot: int, seat: _Slot, tokens: list[int], scores: list[RowScores], errors: list[RowError]

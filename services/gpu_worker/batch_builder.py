@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 def build_batch(
     rows: StepRows, command: StepCommand, slots: Slots, device: torch.device, *, with_tables: bool = True
 ) -> ForwardBatch:
-    """`logit_rows` are the sampling rows' last tokens in output order, then the scored tokens span after span.
+    """`logit_rows` are the tokens after which one is sampled, in output order, then the scored tokens span after span.
 
     with_tables: False leaves `page_tables` [R, 0], for who has them on its device.
     """
@@ -34,7 +34,7 @@ def build_batch(
     pages = slots.table[owners, positions // page_size].astype(np.int64)
     lengths = starts + rows.lengths
     width = -(-int(lengths.max()) // page_size)
-    logit_rows = [indptr[rows.sampling + 1] - 1]
+    logit_rows = [indptr[rows.sampling + 1] - 1 - rows.behind]
     logit_rows += [indptr[s.row] + s.first + np.arange(len(s.targets)) for s in rows.spans]
     groups = _groups(rows, command, slots) if command.group_sizes else []
     host = HostColumns(

@@ -79,6 +79,11 @@ class LoadedModel:
             return False
         return isinstance(self.model, Decoder) and self.model.capturable
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether guessing tokens ahead changes no token: its logits do not depend on the rows beside it."""
+        return isinstance(self.model, Decoder) and self.model.is_native
+
     def kv_bytes_per_page(self, page_size: int) -> int:
         """Bytes of one page over all layers."""
         config = self.config

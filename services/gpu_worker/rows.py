@@ -34,6 +34,15 @@ class ScoredSpan:
     leading_unscored: bool  # the span begins with token 0 of the prompt
 
 
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """A row that ends in guesses: it samples after the token before them and after each of them."""
+
+    slot: int
+    first: int  # of its samples, index into `sampling`
+    guesses: list[int]
+
+
 @dataclass(slots=True)
 class StepRows:
     """Columns over the R rows that run, decode rows first."""
@@ -42,8 +51,10 @@ class StepRows:
     lengths: Ints = field(default_factory=lambda: _NONE)
     num_decode: int = 0
     chunks: list[Ints] = field(default_factory=list)  # token ids of the prefill rows
-    sampling: Ints = field(default_factory=lambda: _NONE)  # rows that sample, in output order
-    outputs: Ints = field(default_factory=lambda: _NONE)  # their index in the result's token_ids
+    sampling: Ints = field(default_factory=lambda: _NONE)  # [S] the row of each sample, in output order
+    behind: Ints = field(default_factory=lambda: _NONE)  # [S] so many tokens before the row's last one it is drawn
+    outputs: Ints = field(default_factory=lambda: _NONE)  # [S] its index in the result's token_ids
+    drafts: list[DraftRow] = field(default_factory=list)
     num_outputs: int = 0
     output_of_slot: dict[int, int] = field(default_factory=dict)  # every sampling slot, also those that do not run
     spans: list[ScoredSpan] = field(default_factory=list)
@@ -63,6 +74,7 @@ def plan_rows(command: StepCommand, slots: Slots, max_batched_tokens: int) -> St
     rows.slots = decode[running]
     rows.lengths = np.ones(len(running), dtype=np.int64)
     rows.sampling, rows.outputs = np.arange(len(running)), running
+    rows.behind = np.zeros(len(running), dtype=np.int64)
     if command.prefills:
         _add_prefills(rows, command, slots)
     _require_room(rows, slots, max_batched_tokens)
@@ -93,6 +105,7 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
     seen = set(rows.output_of_slot)
     added: list[int] = []
     sampling: list[int] = []
+    behind: list[int] = []
     outputs: list[int] = []
     for index, prefill in enumerate(command.prefills):
         slot = prefill.slot
@@ -103,7 +116,9 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
         output = -1
         if prefill.sample:
             output = rows.output_of_slot[slot] = rows.num_outputs
-            rows.num_outputs += 1
+            rows.num_outputs += 1 + prefill.drafts
+        if prefill.drafts:
+            _require_plain(prefill, command, slots)
         if slots.lagging[slot]:
             continue  # a decode row before this one was skipped, so its place is not where the scheduler thinks
         tokens = _tokens(rows, prefill, slots)
@@ -113,14 +128,31 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
         if slots.ended[slot] or slot in rows.errors:
             continue
         if prefill.sample and slots.remaining[slot] > 0:
-            sampling.append(row)
-            outputs.append(output)
+            if prefill.drafts:
+                guesses = tokens[-prefill.drafts :].tolist()
+                rows.drafts.append(DraftRow(slot, rows.num_decode + len(sampling), guesses))
+            samples = range(1 + prefill.drafts)
+            sampling += [row] * len(samples)
+            behind += reversed(samples)
+            outputs += [output + sample for sample in samples]
         if prefill.score_from >= 0:
             rows.spans.extend(_span(index, row, prefill, tokens, int(slots.computed[slot])))
     rows.slots = np.concatenate([rows.slots, np.array(added, dtype=np.int64)])
     rows.lengths = np.concatenate([rows.lengths, np.array([len(c) for c in rows.chunks], dtype=np.int64)])
     rows.sampling = np.concatenate([rows.sampling, np.array(sampling, dtype=np.int64)])
+    rows.behind = np.concatenate([rows.behind, np.array(behind, dtype=np.int64)])
     rows.outputs = np.concatenate([rows.outputs, np.array(outputs, dtype=np.int64)])
+
+
+def _require_plain(prefill: PrefillRow, command: StepCommand, slots: Slots) -> None:
+    """Raises ProtocolError where the row cannot end in guesses."""
+    slot, edits = prefill.slot, slots.edits[prefill.slot]
+    if not 0 < prefill.drafts <= slots.limits.max_drafts or 4 * prefill.drafts >= len(prefill.token_ids):
+        raise ProtocolError(f"slot {slot} has a row with {prefill.drafts} guesses, at most {slots.limits.max_drafts}")
+    if not prefill.sample or prefill.score_from >= 0 or prefill.next_token >= 0:
+        raise ProtocolError(f"slot {slot} has guesses in a row that does not sample, or is scored")
+    if slots.scored[slot] or (edits is not None and edits.history is not None) or slot in column(command.masked_slots):
+        raise ProtocolError(f"slot {slot} has guesses, and scores, penalties or a mask")
 
 
 def _tokens(rows: StepRows, prefill: PrefillRow, slots: Slots) -> Ints:

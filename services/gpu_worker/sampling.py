@@ -71,18 +71,43 @@ def sample_rows(
     outcome: Outcome,
     forbid: MaskApplier = apply_masks,
 ) -> None:
-    """Draw one token for each sampling row; logits float32 [S, vocab], `slots.computed` already counts this step."""
+    """Draw every sample; logits float32 [S, vocab], `slots.computed` already counts this step.
+
+    Of rows that end in guesses it is taken back to what was right.
+    """
     who = rows.slots[rows.sampling]
-    positions = slots.computed[who]
+    positions = slots.computed[who] - rows.behind
     raw, edited = _edit(logits, who, positions, masks, slots, forbid)
     tokens, fit = sampler.sample(edited, slots.sampling.rows(who, positions))
+    counts = drop_refuted(rows, tokens, fit, slots) if rows.drafts else slice(None)
     _drop_failed(who, tokens, fit, outcome)
     if not fit.all():
         for row in np.flatnonzero(~fit).tolist():
             outcome.fail(slots, int(who[row]), _why_unfit(raw, row))
     _score(raw, who, tokens, fit, rows, slots, outcome)
-    _settle(who, positions, tokens, slots)
+    _settle(who[counts], positions[counts], tokens[counts], slots)
     outcome.tokens[rows.outputs] = tokens
+
+
+def drop_refuted(rows: StepRows, tokens: Ints, fit: NDArray[np.bool_], slots: Slots) -> NDArray[np.bool_]:
+    """Which samples [S] count: of a row with guesses those up to the first sample that is not the guess behind it.
+
+    The others have no token and nothing is wrong with them; `slots.computed` no longer counts their guesses.
+    """
+    counts = np.ones(len(tokens), dtype=np.bool_)
+    for draft in rows.drafts:
+        slot, first, guesses = draft.slot, draft.first, draft.guesses
+        drawn = tokens[first : first + len(guesses) + 1].tolist()
+        most, kept = min(len(guesses) + 1, int(slots.remaining[slot])), 1
+        position = int(slots.computed[slot]) - len(guesses)
+        while kept < most and fit[first + kept - 1] and drawn[kept - 1] == guesses[kept - 1]:
+            if drawn[kept - 1] in slots.stops[slot] and may_stop(slots, slot, position + kept - 1):
+                break
+            kept += 1
+        refuted = slice(first + kept, first + len(guesses) + 1)
+        counts[refuted], tokens[refuted], fit[refuted] = False, -1, True
+        slots.computed[slot] -= len(guesses) + 1 - kept
+    return counts
 
 
 def may_stop(slots: Slots, slot: int, position: int) -> bool:
@@ -139,7 +164,7 @@ def _score(
 
 def _settle(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:
     slots.last_token[who] = tokens
-    slots.remaining[who] -= 1
+    np.subtract.at(slots.remaining, who, 1)  # a slot may be there several times
     slots.ended[who] |= slots.remaining[who] <= 0
     for row, (slot, token) in enumerate(zip(who.tolist(), tokens.tolist(), strict=True)):
         if token in slots.stops[slot]:

@@ -36,6 +36,7 @@ class SlotLimits:
     page_size: int
     max_context: int
     vocab_size: int
+    max_drafts: int = 0  # most guesses of one row
 
     @property
     def max_pages(self) -> int:

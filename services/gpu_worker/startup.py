@@ -43,6 +43,7 @@ from shared.messages.step import WorkerHello
 log = structlog.get_logger(__name__)
 
 DEFAULT_SLOTS = 256
+MAX_DRAFTS = 31  # with the last token two tiles of 16 rows
 DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 MEM_FRACTION = {"cpu": 0.6, "cuda": 0.88}  # a machine's memory is rarely for one process alone, a card's mostly is
 
@@ -106,7 +107,8 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
     log.info(f"KV cache: {pages} pages, {pages * wish.page_size} tokens, {pages * wish.bytes_per_page // MIB} MiB")
     steps_on = graph_device(device)
     graphs = graph_plan.capture(runner, steps_on, pages, wish.page_size, reserved) if steps_on is not None else None
-    limits = SlotLimits(wish.max_slots, pages, wish.page_size, wish.max_context, model.config.vocab_size)
+    drafts = MAX_DRAFTS if model.is_batch_invariant and group is None and steps_on is None else 0
+    limits = SlotLimits(wish.max_slots, pages, wish.page_size, wish.max_context, model.config.vocab_size, drafts)
     hello = WorkerHello(
         worker_id="",
         incarnation=0,
@@ -124,6 +126,7 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
         kv_layout=KV_LAYOUT,
         kv_bytes_per_page=wish.bytes_per_page * config.tp_size,
         tp_size=config.tp_size,
+        max_drafts=drafts,
     )
     gauges = {
         "weight_bytes": float(weight_bytes),

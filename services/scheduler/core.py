@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from services.scheduler.compiling import Compiling
 from services.scheduler.door import Door
+from services.scheduler.drafting import Drafting
 from services.scheduler.edge import Edge
 from services.scheduler.fleet import Fleet
 from services.scheduler.frontends import Frontends
@@ -100,7 +101,8 @@ class Core:
             self.migration,
             recompute=self.config.recompute,
         )
-        self.planner = Planner(self.tree, self.seats, self.lifecycle, self.metrics, split_prompts=split)
+        self.drafting = Drafting(self.tree, self.seats)
+        self.planner = Planner(self.tree, self.seats, self.lifecycle, self.metrics, self.drafting, split_prompts=split)
         self.settler = Settler(self.seats, self.lifecycle, self.outbox, self.masking, self.metrics)
         self.board = StatusBoard(self)
         self.operations = Operations(self)

@@ -40,7 +40,7 @@ def record(plan: StepPlan, worker: Worker, seats: Seats, metrics: Metrics, now: 
         plan.decode_slots,
         plan.chunks,
         now,
-        len(plan.decode) + sum(chunk.sample for chunk in plan.chunks),
+        len(plan.decode) + sum(chunk.num_samples for chunk in plan.chunks),
         plan.masked,
         ints.pack(plan.masked_slots),
     )
@@ -53,7 +53,8 @@ def record(plan: StepPlan, worker: Worker, seats: Seats, metrics: Metrics, now: 
         _store(chunk, seats, step.step_id)
     worker.computed_tokens += plan.prefill_tokens
     metrics.count("steps")
-    metrics.count("prefill_steps", bool(plan.chunks))
+    metrics.count("prefill_steps", any(not chunk.drafts for chunk in plan.chunks))
+    metrics.count("draft_tokens", sum(chunk.drafts for chunk in plan.chunks))
 
 
 def _store(chunk: Chunk, seats: Seats, step_id: int) -> None:
@@ -71,7 +72,7 @@ def _store(chunk: Chunk, seats: Seats, step_id: int) -> None:
 def _prefill_row(chunk: Chunk) -> PrefillRow:
     request = chunk.request
     if chunk.tokens:
-        return PrefillRow(chunk.slot, chunk.tokens, chunk.sample)
+        return PrefillRow(chunk.slot, chunk.tokens, chunk.sample, drafts=chunk.drafts)
     token_ids = request.prefill_tokens[4 * chunk.start : 4 * chunk.end]
     if request.prompt_scores_missing >= request.prompt_length:
         return PrefillRow(chunk.slot, token_ids, chunk.sample)

@@ -94,6 +94,7 @@ class Fleet:
         seats = min(message.max_slots, step_tokens, config.max_running_requests or message.max_slots)
         depth = min(message.max_inflight_steps, config.max_inflight_steps or message.max_inflight_steps)
         worker = Worker(identity, message, depth, seats, step_tokens, self._clock.now())
+        worker.max_drafts = self._most_drafts(message)
         self.model = self.model or message
         self.workers[identity] = worker
         self.changed_at = self._clock.now()
@@ -108,6 +109,10 @@ class Fleet:
             step_tokens=step_tokens,
             run_ahead=depth,
         )
+
+    def _most_drafts(self, hello: WorkerHello) -> int:
+        most = max(hello.max_drafts, 0) if self._config.speculative_algorithm == "ngram" else 0
+        return min(most, self._config.speculative_num_draft_tokens or most)
 
     def _refusal(self, hello: WorkerHello) -> str:
         if hello.protocol != PROTOCOL_VERSION:

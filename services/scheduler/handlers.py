@@ -172,6 +172,7 @@ class Handlers:
         if step is None:
             return
         core.migration.rates.computed(worker, step, message.forward_ms)
+        core.drafting.measured(worker, step, message)
         if core.kv_events is not None:
             core.kv_events.step_done(worker.key, step.step_id)
         try:

@@ -22,6 +22,11 @@ class Chunk:
     end: int
     sample: bool
     tokens: bytes = b""  # int32; empty: the request's prefill has them
+    drafts: int = 0  # so many of `tokens`, the last ones, are guesses
+
+    @property
+    def num_samples(self) -> int:
+        return (1 + self.drafts) if self.sample else 0
 
 
 class SharedGroups(NamedTuple):

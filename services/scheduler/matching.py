@@ -1,9 +1,14 @@
-"""One walk of the tree that finds every worker's longest prefix. Leaves locks to the tree; changes nothing."""
+"""Walks of the tree: every worker's longest prefix, and what followed it. Leaves locks to the tree; changes nothing."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from services.scheduler.lease import Hit
 from services.scheduler.node import TOKEN_BYTES, Node, Probe, common_tokens
+
+MAX_COMPARED = 8
+"""Children that go on alike and are compared by their last use."""
 
 
 def find_hits(root: Node, tokens: bytes, page_bytes: int) -> dict[str, Hit]:
@@ -56,3 +61,41 @@ def _hit_at_end(
         hit = Hit(num_pages, node, node_pages, b"", start, probe, copy.keys)
         if position or hit.num_tokens:
             hits[worker] = hit
+
+
+def what_followed(root: Node, tokens: bytes, page_bytes: int, worker: str, limit: int) -> bytes:
+    """The tokens behind `tokens` on the worker's most recently used path, at most `limit` bytes."""
+    node, position = root, 0
+    child: Node | None
+    while len(tokens) - position >= page_bytes:
+        child = node.children.get(tokens[position : position + page_bytes])
+        if child is None or worker not in child.copies:
+            return b""
+        if not tokens.startswith(child.tokens, position):
+            rest = tokens[position:]
+            return _collect(child, len(rest), worker, limit) if child.tokens.startswith(rest) else b""
+        node = child
+        position += len(child.tokens)
+    child = _last_used(node, tokens[position:], worker)
+    return _collect(child, len(tokens) - position, worker, limit) if child is not None else b""
+
+
+def _collect(child: Node, skip: int, worker: str, limit: int) -> bytes:
+    """The tokens of `child` but the first `skip` bytes, and of those last used behind it."""
+    found = bytearray(child.tokens[skip:])
+    following = _last_used(child, b"", worker)
+    while following is not None and len(found) < limit:
+        found += following.tokens
+        following = _last_used(following, b"", worker)
+    return bytes(found[:limit])
+
+
+def _last_used(node: Node, rest: bytes, worker: str) -> Node | None:
+    """Of the worker's children that begin with `rest` and go on, one used last."""
+    copy = node.copies.get(worker)
+    if copy is None:
+        return None
+    place = bisect_left(copy.keys, rest)
+    alike = [key for key in copy.keys[place : place + MAX_COMPARED] if key.startswith(rest) and len(key) > len(rest)]
+    children = [node.children[key] for key in alike]
+    return max(children, key=lambda child: child.copies[worker].last_used, default=None)

@@ -25,6 +25,8 @@ COUNTERS = (
     "prompt_tokens",
     "decode_tokens",
     "forced_tokens",
+    "draft_tokens",
+    "accepted_draft_tokens",
     "recomputed_tokens",
     "evicted_tokens",
     "retractions",
@@ -112,14 +114,15 @@ class Metrics:
 
     def log_step(self, worker: Worker, plan: StepPlan, usage: float, queued: int) -> None:
         """One line per step with a prefill, one per `decode_log_interval` steps with decode rows."""
-        if plan.chunks:
+        drafts = sum(chunk.drafts > 0 for chunk in plan.chunks)
+        if len(plan.chunks) > drafts:
             unlogged = worker.unlogged
-            unlogged.sequences += len(plan.chunks)
+            unlogged.sequences += len(plan.chunks) - drafts
             unlogged.new_tokens += plan.prefill_tokens
             unlogged.cached_tokens += plan.cached_tokens
             unlogged.usage, unlogged.running, unlogged.queued = usage, len(plan.decode), queued
             self.log_prefills(worker)
-        if not plan.decode:
+        if not plan.decode and not drafts:
             return
         worker.decode_steps += 1
         if worker.decode_steps % self._decode_log_interval:

@@ -37,7 +37,7 @@ class Rates:
 
     def computed(self, worker: Worker, step: InflightStep, forward_ms: float) -> None:
         """A step's result is in."""
-        prompt_tokens = sum(chunk.end - chunk.start for chunk in step.chunks)
+        prompt_tokens = sum(chunk.end - chunk.start for chunk in step.chunks if not chunk.drafts)
         if prompt_tokens >= MIN_STEP_TOKENS and forward_ms > 0:
             rate = (prompt_tokens + len(step.decode)) / (forward_ms / 1e3)
             worker.prefill_rate = smooth(worker.prefill_rate, rate)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import structlog
 
+from services.scheduler.drafting import Drafting
 from services.scheduler.groups import refresh
 from services.scheduler.inflight import Chunk, StepPlan
 from services.scheduler.jumping import add_jumps, choose_turns
@@ -32,12 +33,20 @@ class Planner:
     """`split_prompts` off: a prompt is only cut where no step could take it whole."""
 
     def __init__(
-        self, tree: RadixTree, seats: Seats, lifecycle: Lifecycle, metrics: Metrics, *, split_prompts: bool = True
+        self,
+        tree: RadixTree,
+        seats: Seats,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+        drafting: Drafting,
+        *,
+        split_prompts: bool = True,
     ) -> None:
         self._tree = tree
         self._seats = seats
         self._lifecycle = lifecycle
         self._metrics = metrics
+        self._drafting = drafting
         self._split = split_prompts
 
     def plan(self, worker: Worker) -> StepPlan | None:
@@ -46,8 +55,10 @@ class Planner:
         worker.shortage *= SHORTAGE_DECAY
         self._seats.reclaim(worker)
         jumps = choose_turns(worker) if worker.guided else []
-        self._grow(plan, worker, [*worker.collect_decoding(), *jumps])
+        drafts = self._drafting.choose(worker) if worker.max_drafts else []
+        self._grow(plan, worker, [*worker.collect_decoding(), *jumps, *drafts])
         self._decode(plan, worker)
+        self._drafting.add(plan, worker, drafts)
         add_jumps(plan, worker, self._seats, jumps)
         self._continue_prefills(plan, worker)
         self._admit(plan, worker)
@@ -204,6 +215,7 @@ class Planner:
         plan.cached_tokens += num_computed
         worker.cached_tokens += num_computed
         self._metrics.admitted(request, num_computed)
+        self._drafting.prepare(worker, request)
         self._lifecycle.start(request)
 
     def _waits_for_prefix(self, plan: StepPlan, worker: Worker, request: Request, hit_tokens: int) -> bool:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from services.scheduler.eviction import WorkerCache
 from services.scheduler.insertion import Insertion
 from services.scheduler.lease import Hit, Lease, Match
-from services.scheduler.matching import find_hits
+from services.scheduler.matching import find_hits, what_followed
 from services.scheduler.node import TOKEN_BYTES, Copy, Node
 from services.scheduler.node_store import NodeStore
 from services.scheduler.tree_check import audit
@@ -87,6 +87,11 @@ class RadixTree:
         root = self._store.roots.get(namespace) if self.enabled else None
         hits = find_hits(root, tokens, self._store.page_bytes) if root else {}
         return Match(namespace, tokens, hits, self._store.version)
+
+    def foresee(self, namespace: bytes, tokens: bytes, worker: str, limit: int) -> bytes:
+        """What came after `tokens` when they were last used there, at most `limit` tokens. Changes nothing."""
+        root = self._store.roots.get(namespace) if self.enabled else None
+        return what_followed(root, tokens, self._store.page_bytes, worker, limit * TOKEN_BYTES) if root else b""
 
     def acquire(self, match: Match, worker: str) -> Lease:
         """Lock what the worker holds of the match. Without a hit the lease is empty. KeyError: unknown worker.

@@ -13,6 +13,7 @@ from shared.messages.request import GenerateRequest
 from shared.messages.stream import Finish, Scores
 
 if TYPE_CHECKING:
+    from services.scheduler.foresight import Foresight
     from services.scheduler.guide import Guide
     from services.scheduler.migration import Transfer
     from services.scheduler.outbox import Detokenizer
@@ -61,6 +62,7 @@ class Request:
         "faults",
         "finish",
         "finished_at",
+        "foresight",
         "frontend",
         "guide",
         "hit_age",
@@ -122,6 +124,7 @@ class Request:
         self.resumed = False
         self.inflight_rows = 0
         self.guide: Guide | None = None  # leads a constrained request; survives every suspend and resume
+        self.foresight: Foresight | None = None  # guesses its next tokens, where guesses may be sent
         self.cancel: Callable[[], None] | None = None  # gives up compiling its constraint
         self.blocker: Request | None = None  # computes the next page this one needs
         self.blocked_until = 0

@@ -138,6 +138,8 @@ class Scheduler:
             if worker.guided:
                 core.masking.prepare(worker)
             while worker.has_credit and worker in core.fleet and not worker.masking:
+                if worker.inflight and core.drafting.holds(worker):
+                    return
                 plan = core.planner.plan(worker)
                 if plan is None:
                     return

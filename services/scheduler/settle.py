@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice, takewhile
+
 import structlog
 
 from services.scheduler.guide import Guide
@@ -41,9 +43,10 @@ class Settler:
             self._metrics.mask_wait.observe(result.mask_wait_ms / 1e3)
         num_decode = len(step.decode)
         self._append(step.decode, tokens[:num_decode].tolist())
-        self._settle_chunks(step, tokens[num_decode:].tolist())
-        worker.decoded_tokens += len(tokens)
-        self._metrics.count("decode_tokens", len(tokens))
+        self._settle_chunks(worker, step, tokens[num_decode:].tolist())
+        sampled = sum(token >= 0 for token in tokens)
+        worker.decoded_tokens += sampled
+        self._metrics.count("decode_tokens", sampled)
 
     def _append(self, rows: list[Request], tokens: list[int]) -> None:
         """One sampled token for each row. The hot loop: a plain token costs an append and two comparisons."""
@@ -59,6 +62,8 @@ class Settler:
                 continue
             output = request.output
             output.append(token)
+            if request.foresight is not None:
+                request.foresight.learn((token,))
             if not request.dirty:
                 request.dirty = True
                 touched.append(request)
@@ -70,19 +75,47 @@ class Settler:
         if request.guide is not None:
             self._follow(request, request.guide, token)
             return
+        if self._ends(request, token):
+            return
+        count = len(request.output)
+        if request.state is State.RUNNING:
+            written = request.prompt_length + count - 1  # the new token has no KV yet
+            over = written % self._page_size
+            self._seats.store(request, written - over)
+            request.check_at = min(count + self._page_size - over, request.max_tokens)
+        else:
+            self._lifecycle.settled(request)
+
+    def _ends(self, request: Request, token: int) -> bool:
+        """End a request without a constraint where its last token does."""
         count = len(request.output)
         if token in request.stops and count > request.min_tokens:
             self._lifecycle.finish(request, Finish(FinishReason.STOP, matched_token=token))
         elif count >= request.max_tokens:
             self._lifecycle.finish(request, Finish(FinishReason.LENGTH))
-        elif request.state is State.RUNNING:
-            written = request.prompt_length + count - 1  # the new token has no KV yet
-            over = written % self._page_size
-            if not over:
-                self._seats.store(request, written)
-            request.check_at = min(count + self._page_size - over, request.max_tokens)
-        else:
-            self._lifecycle.settled(request)
+        return request.finish is not None
+
+    def _settle_drafts(self, worker: Worker, request: Request, tokens: list[int]) -> None:
+        """A row with guesses: the samples up to the first one that was not guessed."""
+        request.inflight_rows -= 1
+        if request.finish is not None:
+            return
+        kept = list(takewhile(_is_token, tokens))
+        if not kept:
+            self._lifecycle.finish(request, error("the worker skipped a row of a live request"))
+            return
+        self._metrics.count("accepted_draft_tokens", len(kept) - 1)
+        self._outbox.touch(request)
+        if request.foresight is not None:
+            request.foresight.learn(kept)
+        for token in kept:
+            request.output.append(token)
+            if self._ends(request, token):
+                return
+        if request.worker is worker:
+            request.dispatched = request.known - 1  # the wrong guesses will be written over
+            worker.decoding = None
+        self._look_at(request, kept[-1])
 
     def _follow(self, request: Request, guide: Guide, token: int) -> None:
         """A token under a constraint: what it forces is output too. The state hears of all of it with the next mask."""
@@ -116,10 +149,13 @@ class Settler:
             self._masking.end(request, Finish(FinishReason.STOP, matched_token=token))
         return ends
 
-    def _settle_chunks(self, step: InflightStep, tokens: list[int]) -> None:
+    def _settle_chunks(self, worker: Worker, step: InflightStep, tokens: list[int]) -> None:
         sampled = iter(tokens)
         for chunk in step.chunks:
             request = chunk.request
+            if chunk.drafts:
+                self._settle_drafts(worker, request, list(islice(sampled, chunk.num_samples)))
+                continue
             if chunk.sample:
                 self._append([request], [next(sampled)])
                 continue
@@ -150,3 +186,7 @@ class Settler:
             request = step.chunks[row_scores.row].request
             if request.finish is None:
                 request.prompt_scores.add(row_scores.scores)
+
+
+def _is_token(token: int) -> bool:
+    return token >= 0

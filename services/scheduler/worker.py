@@ -10,6 +10,7 @@ from typing import Literal
 from services.scheduler.inflight import InflightStep, SharedGroups
 from services.scheduler.page_pool import PagePool
 from services.scheduler.request import Request
+from services.scheduler.step_cost import StepCost
 from shared import ints
 from shared.messages.control import Heartbeat
 from shared.messages.kv import KvStore
@@ -62,6 +63,9 @@ class Worker:
         self.prefilling: list[Request] = []  # those with prompt left to dispatch, oldest admission first
         self.decoding: list[Request] | None = None  # None: to be collected again; the list itself never changes
         self.decode_slots = b""
+        self.max_drafts = 0  # most guesses of one row
+        self.drafting: dict[int, int] = {}  # by slot: guesses its request sends in the step planned last
+        self.cost = StepCost()
         self.groups = SharedGroups()  # among `grouped`, the decode rows they were found in
         self.grouped: list[Request] | None = None
         self.regroup_at = 0  # the step from which they may be found anew
@@ -121,6 +125,7 @@ class Worker:
                 for request in self.running.values()
                 if request.prefill_end <= request.dispatched < request.row_end
                 and (request.guide is None or not request.guide.resting)
+                and request.slot not in self.drafting
             ]
             self.decoding = rows
             self.decode_slots = ints.pack(request.slot for request in rows)
@@ -141,6 +146,7 @@ class Worker:
         slot = request.slot
         del self.running[slot]
         self.guided.pop(slot, None)
+        self.drafting.pop(slot, None)
         if request in self.prefilling:
             self.prefilling.remove(request)
         self.decoding = None

@@ -39,6 +39,7 @@ class WorkerHello(Message, frozen=True, tag=30):
     protocol: int = PROTOCOL_VERSION
     host_pages: int = 0  # pages its cache tiers hold beyond the device
     disk_pages: int = 0
+    max_drafts: int = 0  # most guesses of one PrefillRow
 
 
 class WorkerWelcome(Message, frozen=True, tag=31):
@@ -76,6 +77,10 @@ class PrefillRow(Message, frozen=True):
 
     It runs even where its slot has ended, for its pages are shared once it is sent; only sampling is skipped.
     A row that begins at position 0 with `score_from` 0 yields a NaN for token 0, so that blocks join to a whole.
+
+    Its last `drafts` tokens may be guesses of what will be sampled: then it samples after the last known token and
+    after each guess, and what comes after a guess counts only where the sample before it is that guess. The slot has
+    then computed the known tokens and the right guesses. Not for slots with scores, penalties or masks.
     """
 
     slot: int
@@ -83,6 +88,7 @@ class PrefillRow(Message, frozen=True):
     sample: bool = True  # False: a chunk that is not the last one, or prefill only
     score_from: int = -1  # score this row's tokens from this index (absolute position); -1: none
     next_token: int = -1  # the token after this chunk: its score comes from this chunk's last logits
+    drafts: int = 0
 
 
 class StepCommand(Message, frozen=True, tag=33):
@@ -131,7 +137,10 @@ class RowError(Message, frozen=True):
 
 
 class StepResult(Message, frozen=True, tag=35):
-    """Token -1 marks a row that was skipped because its slot had already ended, or that failed."""
+    """Token -1 marks a row that was skipped because its slot had already ended, or that failed.
+
+    A row with drafts has so many samples more; -1 behind the first one: it does not count.
+    """
 
     step_id: int
     epoch: int

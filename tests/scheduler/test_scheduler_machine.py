@@ -19,6 +19,7 @@ from shared.messages.stream import FinishReason, StopMatched
 from tests.fake_engine import expected_scores, generate
 from tests.local_fleet import LocalFleet, tokens
 from tests.local_peers import LocalDetokenizer, LocalWorker
+from tests.scheduler.guesses import let_guess
 
 FAMILIES = [tokens(140, seed=s) for s in range(3)]
 STEPS = int(os.environ.get("RADIXFLEET_MACHINE_STEPS", "40"))
@@ -37,6 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         radix=st.booleans(),
         moving=st.booleans(),
         tiers=st.sampled_from([(0, 0), (0, 0), (3, 0), (40, 0), (0, 30), (6, 20)]),
+        drafts=st.sampled_from([0, 0, 3, 20]),
     )
     def start(
         self,
@@ -50,12 +52,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         radix: bool,
         moving: bool,
         tiers: tuple[int, int],
+        drafts: int,
     ) -> None:
-        self.moving = moving
+        self.moving, self.drafts = moving, drafts
         hello = {
             "kv_endpoints": ("ipc://kv",) if moving else (),
             "host_pages": tiers[0] if moving else 0,
             "disk_pages": tiers[1] if moving else 0,
+            "max_drafts": drafts,
             "page_size": page_size,
             "num_pages": tokens_in_pool // page_size,
             "max_inflight_steps": depth,
@@ -76,13 +80,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.matched: dict[str, int] = {}
         self.next_id = 100
+        let_guess(self.fleet, drafts)
         self._time_workers()
         self.fleet.turn()
 
     def _time_workers(self) -> None:
         """Computing takes so long that moving pages is worth it."""
         for worker in self.fleet.workers.values():
-            worker.engine.ms_per_token = 5.0 if self.moving else 0.0
+            worker.engine.ms_per_token = 5.0 if self.moving else float(self.drafts > 0)
 
     # What frontends do
 

@@ -76,4 +76,5 @@ class Launched:
         gone = [samples, *(np.full(len(span.targets), span.slot == slot) for span in rows.spans)]
         self.keep = self.keep[~np.concatenate(gone)]
         rows.sampling, rows.outputs = rows.sampling[~samples], rows.outputs[~samples]
+        rows.behind = rows.behind[~samples]
         rows.spans = [span for span in rows.spans if span.slot != slot]

@@ -161,6 +161,11 @@ class Decoder:
         """Whether a CUDA graph can hold a forward, as far as the layers are concerned."""
         return all(layer.mlp.capturable for layer in self.layers if isinstance(layer.mlp, SparseMlp))
 
+    @property
+    def is_native(self) -> bool:
+        """Whether its layers run in the CPU kernels."""
+        return self._native is not None
+
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """fp32 logits [len(batch.logit_rows), vocab]; of a group only rank 0 has them all."""
         attention.plan(batch)

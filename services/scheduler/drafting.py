@@ -1,0 +1,130 @@
+"""The planner's pass for guesses: what a request will probably sample is computed ahead and kept as far as it is right.
+
+    step t      [last token, guess 1, guess 2, guess 3]  one row, a sample behind each token
+    result t    [guess 1, guess 2, something else]       three tokens from one step; guess 3 is written over
+
+A guess that fits is the very token that would have been sampled one step later, for samples are a function of seed,
+position and logits, and logits do not depend on the rows beside them; so answers are the same with and without.
+
+A request is guessed on from its last settled token. So where guesses are worth more than the pause between two steps,
+the next step is planned only once the result of the one before is there. Leaves guessing to foresight.
+"""
+
+from __future__ import annotations
+
+from services.scheduler.foresight import Foresight
+from services.scheduler.inflight import Chunk, InflightStep, StepPlan
+from services.scheduler.odds import Odds
+from services.scheduler.radix_tree import RadixTree
+from services.scheduler.request import Request
+from services.scheduler.seats import Seats
+from services.scheduler.worker import Worker
+from shared import ints
+from shared.messages.step import StepResult
+
+PAUSE_MS = 1.5
+"""What a worker waits for its next step when that is planned after the result."""
+MOST_ROWS = 192
+"""Larger steps are prefills, whose rows cost something else."""
+FORESEEN = 512
+"""Tokens of an answer in the tree that are taken at once."""
+
+
+class Drafting:
+    def __init__(self, tree: RadixTree, seats: Seats) -> None:
+        self._tree = tree
+        self._seats = seats
+        # By temperature: (own text, the tree).
+        self._greedy = (Odds(0.3), Odds(0.9))
+        self._drawn = (Odds(0.2), Odds(0.3))
+
+    def prepare(self, worker: Worker, request: Request) -> None:
+        """The request takes a seat."""
+        if worker.max_drafts and request.foresight is None and _may_guess(request):
+            odds = self._greedy if request.sampling.temperature <= 0 else self._drawn
+            request.foresight = Foresight(request.tokens(0, request.known), *odds)
+
+    def measured(self, worker: Worker, step: InflightStep, result: StepResult) -> None:
+        """A step's result is in."""
+        rows = len(step.decode) + sum(chunk.end - chunk.start for chunk in step.chunks)
+        if worker.max_drafts and 0 < rows <= MOST_ROWS and result.forward_ms > 0:
+            worker.cost.observe(rows, result.forward_ms, sum(token >= 0 for token in ints.unpack(result.token_ids)))
+
+    def holds(self, worker: Worker) -> bool:
+        """Whether the next step waits for the results of those in flight: then it carries guesses."""
+        if worker.drafting:
+            return True  # where the next row begins, only their result says
+        if not worker.max_drafts or not worker.cost.known:
+            return False
+        price, missing = worker.cost.price(), worker.cost.tokens_in(PAUSE_MS)
+        for request in worker.running.values():
+            if request.foresight is not None and request.dispatched >= request.prefill_end:
+                missing -= self._worth(worker, request, request.foresight, price)[1]
+                if missing < 0:
+                    return True
+        return False
+
+    def choose(self, worker: Worker) -> list[Request]:
+        """Those that send guesses in the next step, and how many; they take no decode row in it."""
+        if worker.drafting:
+            worker.drafting.clear()
+            worker.decoding = None
+        if not worker.cost.known:
+            return []
+        price, chosen = worker.cost.price(), []
+        for request in worker.collect_decoding():
+            if request.foresight is None or request.inflight_rows:
+                continue
+            count, _ = self._worth(worker, request, request.foresight, price)
+            if count:
+                worker.drafting[request.slot] = count
+                chosen.append(request)
+        if chosen:
+            worker.decoding = None
+        return chosen
+
+    def add(self, plan: StepPlan, worker: Worker, requests: list[Request]) -> None:
+        """One row each, whose last known token has its place in every step; its guesses share what budget is left."""
+        seated = [request for request in requests if request.worker is worker]
+        plan.budget -= len(seated)
+        for request in seated:
+            self._add_row(plan, worker, request, min(worker.drafting[request.slot], max(plan.budget, 0)))
+
+    def _add_row(self, plan: StepPlan, worker: Worker, request: Request, count: int) -> None:
+        foresight, start = request.foresight, request.dispatched
+        assert foresight is not None
+        assert start == request.known - 1, f"{request.request_id} guesses from {start} of {request.known} tokens"
+        missing = -(-(start + 1 + count) // worker.hello.page_size) - len(request.pages)
+        for page in (self._seats.take_pages(worker, missing) or []) if missing > 0 else []:
+            self._seats.append_page(request, page)
+            plan.page_slots.append(request.slot)
+            plan.page_ids.append(page)
+        count = min(count, request.capacity - start - 1)
+        tokens = request.tokens(start, start + 1) + foresight.guess(count)
+        end = start + 1 + count
+        plan.chunks.append(Chunk(request, request.slot, start, end, sample=True, tokens=tokens, drafts=count))
+        plan.budget -= count
+        request.dispatched = end
+        request.inflight_rows += 1
+
+    def _worth(self, worker: Worker, request: Request, foresight: Foresight, price: float) -> tuple[int, float]:
+        """How many guesses to send and what they bring, in tokens."""
+        self._ask_tree(worker, request, foresight)
+        most = min(worker.max_drafts, request.row_end - request.known)
+        return foresight.worth(max(most, 0), price)
+
+    def _ask_tree(self, worker: Worker, request: Request, foresight: Foresight) -> None:
+        """Once at the beginning, then with every page for which nothing else guesses."""
+        known = foresight.num_tokens
+        if foresight.asked >= 0 and (foresight.guesses or known - foresight.asked < self._tree.page_size):
+            return
+        foresight.asked = known
+        limit = min(request.total_tokens - known, FORESEEN)
+        answer = self._tree.foresee(request.namespace, foresight.text(), worker.key, limit)
+        if answer:
+            foresight.follow(answer)
+
+
+def _may_guess(request: Request) -> bool:
+    """Not where a token needs more than its row's logits: a mask, the tokens before it, a score."""
+    return request.guide is None and request.plain and not request.needs_history and request.max_tokens > 1

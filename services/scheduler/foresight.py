@@ -1,0 +1,106 @@
+"""Guesses what a request samples next from what was written before. Leaves sending guesses to drafting.
+
+Two sources: where the request's last tokens stood before in its own text, what followed there follows again (prompt
+lookup: Saxena, 2023; as drafts of speculative decoding: Leviathan et al., 2023); and where the radix tree holds an
+answer to the same text, that answer.
+
+    own text    a b c d e f . . . b c d          the last tokens b c d stood before, so guess e f ...
+                      ^ at
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from services.scheduler.node import TOKEN_BYTES
+from services.scheduler.odds import Odds
+
+LONGEST_CONTEXT = 4
+"""Tokens that are looked for; fewer where so many did not stand before."""
+WINDOW = 4096 * TOKEN_BYTES
+"""How far back they are looked for."""
+
+
+class Foresight:
+    """All tokens of one request so far and where its next guess stands. `own` and `known` learn how guesses do."""
+
+    __slots__ = ("_at", "_known", "_odds", "_own", "_source", "_text", "asked", "streak")
+
+    def __init__(self, tokens: bytes, own: Odds, known: Odds) -> None:
+        self._text = bytearray(tokens)
+        self._source: bytes | bytearray = self._text
+        self._at = -1  # the next guess, in bytes; -1: none
+        self._own = own
+        self._known = known
+        self._odds = own
+        self.streak = 0  # how many of its guesses have been right, with the context that was found
+        self.asked = -1  # tokens there were when the tree was asked last
+        self._look()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._text) // TOKEN_BYTES
+
+    @property
+    def guesses(self) -> bool:
+        """Whether there is a guess at all."""
+        return self._at >= 0
+
+    def text(self) -> bytes:
+        return bytes(self._text)
+
+    def learn(self, tokens: Iterable[int]) -> None:
+        """These were sampled."""
+        text = self._text
+        for token in tokens:
+            packed = token.to_bytes(TOKEN_BYTES, "little")
+            if self._at >= 0:
+                hit = self._source[self._at : self._at + TOKEN_BYTES] == packed
+                self._odds.count(self.streak, hit=hit)
+                self.streak += 1
+                self._at = self._at + TOKEN_BYTES if hit else -1
+            text += packed
+            if self._at >= len(self._source):
+                self._at = -1
+        if self._at < 0:
+            self._look()
+
+    def follow(self, tokens: bytes) -> None:
+        """The tree knows what came after this text."""
+        self._source, self._at, self._odds = tokens, 0, self._known
+        self.streak = 1
+
+    def worth(self, most: int, price: float) -> tuple[int, float]:
+        """As Odds.worth for the guesses there are."""
+        if self._at < 0:
+            return 0, 0.0
+        if self._source is not self._text:
+            most = min(most, (len(self._source) - self._at) // TOKEN_BYTES)
+        return self._odds.worth(self.streak, most, price)
+
+    def guess(self, count: int) -> bytes:
+        """The next `count` guesses, int32 each. Where its own text ends, it goes on with the guesses themselves."""
+        size = count * TOKEN_BYTES
+        found = bytes(self._source[self._at : self._at + size])
+        if len(found) < size and found:
+            found *= -(-size // len(found))
+        return found[:size]
+
+    def _look(self) -> None:
+        """Find the last place where the text's last tokens stood before."""
+        text = self._text
+        self._source, self._odds = text, self._own
+        end = len(text)
+        start = max(0, end - WINDOW)
+        for length in range(LONGEST_CONTEXT, 0, -1):
+            size = length * TOKEN_BYTES
+            if end - start <= size:
+                continue
+            needle = text[end - size :]
+            place = text.rfind(needle, start, end - TOKEN_BYTES)
+            while place >= 0 and place % TOKEN_BYTES:
+                place = text.rfind(needle, start, place + size - 1)
+            if place >= 0:
+                self._at, self.streak = place + size, length
+                return
+        self._at = -1

@@ -1,0 +1,48 @@
+"""How often guesses come true, by how long they have been true already. Leaves guessing to foresight.
+
+Every guess is counted, whether a step carried it or not: what a row samples tells of each whether it was right.
+"""
+
+from __future__ import annotations
+
+LONGEST = 24
+"""Streaks beyond are alike."""
+MEMORY = 256
+"""So many trials of one streak, then the older half counts half."""
+
+
+class Odds:
+    """Of one source of guesses; `first` is what is believed of a streak of one before anything was seen."""
+
+    def __init__(self, first: float) -> None:
+        # Belief grows with the streak: as if the misses of a streak of n had become rarer by n.
+        self._trials = [4.0] * (LONGEST + 1)
+        self._hits = [4.0 * (1 - (1 - first) / max(streak, 1)) for streak in range(LONGEST + 1)]
+
+    def count(self, streak: int, *, hit: bool) -> None:
+        """A guess after `streak` right ones in a row was right or wrong."""
+        at = min(streak, LONGEST)
+        self._trials[at] += 1
+        self._hits[at] += hit
+        if self._trials[at] > MEMORY:
+            self._trials[at] /= 2
+            self._hits[at] /= 2
+
+    def of(self, streak: int) -> float:
+        """The share of right guesses after `streak` right ones."""
+        at = min(streak, LONGEST)
+        return self._hits[at] / self._trials[at]
+
+    def worth(self, streak: int, most: int, price: float) -> tuple[int, float]:
+        """How many guesses in a row to send, and what they bring, in tokens.
+
+        The last of n guesses only counts where all n are right. `price`: what one more row costs, in tokens that
+        its time would bring otherwise; a guess that is less likely to count is not sent.
+        """
+        chance, gain = 1.0, 0.0
+        for count in range(most):
+            chance *= self.of(streak + count)
+            if chance < price:
+                return count, gain
+            gain += chance - price
+        return most, gain

@@ -1,0 +1,53 @@
+"""What a worker's steps cost by their rows, learnt from its results: a fixed part and a part for each row.
+
+Leaves what to do with it to drafting. Least squares over the steps so far, older ones counting less and less.
+"""
+
+from __future__ import annotations
+
+FORGET = 0.98
+"""Weight of a step after the next one: about the last 50 count."""
+FIRST_SHARE = 1 / 30
+"""What one row more costs of a step of one, until steps of several sizes were seen."""
+LEAST_SPREAD = 4.0
+"""Variance of the numbers of rows below which nothing can be said of a row's cost."""
+
+
+class StepCost:
+    """Times in ms; rows are tokens of a step."""
+
+    __slots__ = ("_n", "_tokens", "_x", "_xx", "_xy", "_y")
+
+    def __init__(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._tokens = 0.0
+
+    def observe(self, rows: int, ms: float, tokens: int) -> None:
+        """A step of `rows` tokens took so long and brought `tokens` sampled ones."""
+        self._n = self._n * FORGET + 1
+        self._x = self._x * FORGET + rows
+        self._y = self._y * FORGET + ms
+        self._xx = self._xx * FORGET + rows * rows
+        self._xy = self._xy * FORGET + rows * ms
+        self._tokens = self._tokens * FORGET + tokens
+
+    @property
+    def known(self) -> bool:
+        return self._y > 0 and self._tokens > 0
+
+    def per_row(self) -> float:
+        """ms that one row more takes."""
+        mean, time = self._x / self._n, self._y / self._n
+        spread = self._xx / self._n - mean * mean
+        if spread < LEAST_SPREAD:
+            return time * FIRST_SHARE / (1 + mean * FIRST_SHARE)
+        slope = (self._xy / self._n - mean * time) / spread
+        return min(max(slope, 0.0), time / mean)
+
+    def price(self) -> float:
+        """Tokens that the time of one row more brings at the pace of late."""
+        return self.per_row() * self._tokens / self._y
+
+    def tokens_in(self, ms: float) -> float:
+        """Tokens that come in so much time at the pace of late."""
+        return ms * self._tokens / self._y

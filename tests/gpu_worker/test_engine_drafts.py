@@ -1,0 +1,171 @@
+"""Rows that end in guesses: as many tokens as are right, and the slot as if it had decoded these one by one."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gpu_worker.engine import Engine
+from services.gpu_worker.faults import ProtocolError
+from services.gpu_worker.slots import SlotLimits
+from shared.ints import pack
+from shared.messages.request import SamplingParams
+from shared.messages.step import StepResult
+from tests.gpu_worker.toy_engine import (
+    PAGE,
+    VOCAB,
+    Steps,
+    ToyRunner,
+    greedy,
+    open_slot,
+    prefill,
+    tokens,
+    toy_greedy,
+)
+
+PROMPT = [5, 17, 3, 88, 41, 9, 60]
+DRAFTS = 6
+ANSWER = toy_greedy(PROMPT, 24)
+
+
+class DraftBench(Steps):
+    engine: Engine
+
+    def __init__(self, slots: int = 4) -> None:
+        self.runner = ToyRunner(64)
+        limits = SlotLimits(slots, 64, PAGE, 64, VOCAB, DRAFTS)
+        super().__init__(Engine(self.runner, limits, 64, torch.device("cpu")))
+
+    def begin(self, slot: int = 0, params: SamplingParams | None = None, remaining: int = 1000) -> int:
+        """Prefill the prompt; returns the first token."""
+        pages = list(range(12 * slot, 12 * slot + 12))
+        opened = open_slot(slot, len(PROMPT), pages, params or greedy(), remaining=remaining)
+        [first] = tokens(self.step(opens=(opened,), prefills=(prefill(slot, PROMPT),)))
+        return first
+
+    def guess(self, last: int, guesses: list[int], slot: int = 0, **fields: object) -> StepResult:
+        row = prefill(slot, [last, *guesses], drafts=len(guesses))
+        return self.step(prefills=(row,), **fields)
+
+
+@pytest.mark.parametrize("right", range(DRAFTS + 1))
+def test_right_guesses_count_and_wrong_ones_leave_nothing(right: int) -> None:
+    bench = DraftBench()
+    first = bench.begin()
+    guesses = ANSWER[1 : 1 + right] + [(t + 1) % VOCAB for t in ANSWER[1 + right : 1 + DRAFTS]]
+    result = tokens(bench.guess(first, guesses))
+    assert result == ANSWER[1 : 2 + right] + [-1] * (DRAFTS - right)
+    out = [first, *result[: right + 1]]
+    while len(out) < 16:
+        out += tokens(bench.step([0]))
+    assert out == ANSWER[:16]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), temperature=st.sampled_from([0.0, 0.9]), filtered=st.booleans())
+def test_any_guesses_lead_to_the_same_answers(seed: int, temperature: float, filtered: bool) -> None:
+    draw = random.Random(seed)
+    params = SamplingParams(temperature=temperature, seed=seed, top_k=7 if filtered else -1)
+    plain = DraftBench()
+    wanted = [plain.begin(params=params)]
+    for _ in range(23):
+        wanted += tokens(plain.step([0]))
+    bench = DraftBench()
+    out = {slot: [bench.begin(slot, params)] for slot in range(3)}
+    while any(len(seen) < 16 for seen in out.values()):
+        rows, kinds = [], {slot: draw.randint(0, DRAFTS) for slot in out}
+        for slot, count in kinds.items():
+            if count:
+                done = len(out[slot])
+                row = [t if draw.random() < 0.8 else draw.randrange(VOCAB) for t in wanted[done : done + count]]
+                row += [0] * (count - len(row))
+                rows.append(prefill(slot, [out[slot][-1], *row], drafts=count))
+        decode = [slot for slot, count in kinds.items() if not count]
+        result = tokens(bench.step(decode, prefills=tuple(rows)))
+        for slot in decode:
+            out[slot].append(result.pop(0))
+        for row in rows:
+            drawn, result = result[: row.drafts + 1], result[row.drafts + 1 :]
+            out[row.slot] += [token for token in drawn if token >= 0]
+    for seen in out.values():
+        assert seen[:16] == wanted[:16]
+
+
+def test_an_answer_ends_within_guesses() -> None:
+    bench = DraftBench()
+    first = bench.begin(params=greedy(stop_token_ids=(ANSWER[3],)))
+    assert tokens(bench.guess(first, ANSWER[1:6])) == [*ANSWER[1:4], -1, -1, -1]
+    assert tokens(bench.step([0])) == [-1]
+
+
+def test_a_stop_token_that_comes_too_early_is_none() -> None:
+    bench = DraftBench()
+    params = greedy(stop_token_ids=(ANSWER[2], 99), min_new_tokens=9)
+    first = bench.begin(params=params)
+    plain = DraftBench()
+    alone = [plain.begin(params=params)]
+    for _ in range(8):
+        alone += tokens(plain.step([0]))
+    assert tokens(bench.guess(first, alone[1:6])) == alone[1:7]
+
+
+def test_no_more_tokens_than_remain() -> None:
+    bench = DraftBench()
+    first = bench.begin(remaining=4)
+    assert tokens(bench.guess(first, ANSWER[1:7])) == [*ANSWER[1:4], -1, -1, -1, -1]
+    assert tokens(bench.step([0])) == [-1]
+
+
+def test_logits_that_are_not_finite_end_the_request_only_where_they_count() -> None:
+    for right, fails in ((0, False), (3, True)):
+        bench = DraftBench()
+        first = bench.begin()
+        bench.runner.broken_tokens = {ANSWER[2]}
+        guesses = ANSWER[1 : 1 + right] + [(t + 1) % VOCAB for t in ANSWER[1 + right : 5]]
+        result = bench.guess(first, guesses)
+        assert bool(result.errors) is fails
+        assert tokens(result)[0] == ANSWER[1]
+
+
+def test_other_rows_are_not_disturbed() -> None:
+    bench = DraftBench()
+    first = bench.begin(0)
+    bench.begin(1)
+    result = tokens(bench.step([1], prefills=(prefill(0, [first, 1, 2, 3], drafts=3),)))
+    assert result[0] == ANSWER[1]
+    assert len(result) == 5
+    assert bench.engine.slots.computed[:2].tolist() == [len(PROMPT) + 1] * 2
+    assert bench.engine.slots.remaining[:2].tolist() == [998] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "params"),
+    [
+        ({"drafts": DRAFTS + 1}, {}),
+        ({"drafts": -1}, {}),
+        ({"drafts": 8}, {}),
+        ({"drafts": 2, "sample": False}, {}),
+        ({"drafts": 2, "score_from": 0}, {}),
+        ({"drafts": 2, "next_token": 4}, {}),
+        ({"drafts": 2}, {"logprobs": 0}),
+        ({"drafts": 2}, {"presence_penalty": 0.5}),
+    ],
+)
+def test_what_no_scheduler_sends_is_refused(row: dict[str, int], params: dict[str, float]) -> None:
+    bench = DraftBench()
+    bench.begin(params=greedy(**params))
+    with pytest.raises(ProtocolError):
+        bench.step(prefills=(prefill(0, list(range(8)), **row),))
+
+
+def test_a_masked_row_has_no_guesses() -> None:
+    bench = DraftBench()
+    first = bench.begin()
+    bench.masks[1] = (pack([0]), np.full(4, 0xFFFFFFFF, "<u4").tobytes())
+    with pytest.raises(ProtocolError):
+        bench.guess(first, [1, 2], masked_slots=pack([0]))

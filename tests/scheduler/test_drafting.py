@@ -1,0 +1,127 @@
+"""Guessed tokens: the answers are those without guesses, whatever is guessed, in fewer steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.messages.stream import FinishReason
+from tests.local_fleet import LocalFleet, tokens
+from tests.scheduler.guesses import let_guess
+
+DRAFTS = 7
+
+
+def guessing_fleet(**options: object) -> LocalFleet:
+    fleet = LocalFleet(hello={"max_drafts": DRAFTS, "max_slots": 8}, **options)  # type: ignore[arg-type]
+    for worker in fleet.workers.values():
+        worker.engine.ms_per_token = 20.0
+    return fleet
+
+
+@pytest.mark.parametrize("most", [1, 3, 7, 40])
+def test_answers_are_the_same_in_fewer_steps(most: int) -> None:
+    fleet = guessing_fleet()
+    let_guess(fleet, most)
+    rids = [fleet.submit(tokens(20, seed=i), 60) for i in range(5)]
+    fleet.run()
+    fleet.assert_answered(*rids)
+    counters, [worker] = fleet.core.metrics.counters, fleet.workers.values()
+    assert 0 < counters["accepted_draft_tokens"] < counters["draft_tokens"]
+    assert counters["draft_tokens"] == worker.engine.guesses
+    assert counters["accepted_draft_tokens"] == worker.engine.right_guesses
+    assert counters["steps"] < 60
+    assert counters["decode_tokens"] == 300
+
+
+def test_a_prompt_that_was_answered_is_answered_from_the_tree() -> None:
+    fleet = guessing_fleet()
+    prompt = tokens(37, seed=1)
+    first = fleet.submit(prompt, 50)
+    fleet.run()
+    before = fleet.core.metrics.counters["steps"]
+    again = fleet.submit(prompt, 50)
+    fleet.run()
+    fleet.assert_answered(first, again)
+    assert fleet.core.metrics.counters["steps"] - before <= 1 + -(-49 // (DRAFTS + 1)) + 1
+
+
+def test_what_another_namespace_was_answered_is_not_guessed() -> None:
+    fleet = guessing_fleet()
+    prompt = tokens(37, seed=1)
+    first = fleet.submit(prompt, 50, namespace=b"a")
+    fleet.run()
+    other = fleet.submit(prompt, 50, namespace=b"b")
+    fleet.run()
+    fleet.assert_answered(first, other)
+    assert not fleet.core.metrics.counters["accepted_draft_tokens"]
+
+
+def test_stop_tokens_and_limits_within_guesses() -> None:
+    fleet = guessing_fleet()
+    let_guess(fleet, seed=3)
+    prompt = tokens(9, seed=5)
+    whole = fleet.submit(prompt, 40)
+    fleet.run()
+    answer = fleet.stream(whole).tokens
+    rids = [
+        fleet.submit(prompt, 40, stop_token_ids=(answer[n],), min_new_tokens=minimum)
+        for n, minimum in ((3, 0), (11, 0), (12, 12), (20, 30))
+    ]
+    rids += [fleet.submit(prompt, count) for count in (1, 2, 3, 9, 39)]
+    fleet.run()
+    fleet.assert_answered(*rids)
+    assert fleet.stream(rids[0]).finish is not None
+    assert fleet.stream(rids[0]).finish.reason is FinishReason.STOP
+
+
+def test_a_pool_that_is_too_small_cuts_guesses_and_not_answers() -> None:
+    fleet = LocalFleet(hello={"max_drafts": 15, "max_slots": 8, "num_pages": 14, "page_size": 4}, page_size=4)
+    [worker] = fleet.workers.values()
+    worker.engine.ms_per_token = 1.0
+    let_guess(fleet, 15)
+    rids = [fleet.submit(tokens(5, seed=i), 30) for i in range(6)]
+    fleet.run()
+    fleet.assert_answered(*rids)
+    assert fleet.core.metrics.counters["retractions"]
+    assert worker.engine.right_guesses
+
+
+def test_a_lost_worker_takes_no_guess_with_it() -> None:
+    fleet = guessing_fleet(workers=2)
+    let_guess(fleet)
+    rids = [fleet.submit(tokens(30, seed=i), 50) for i in range(6)]
+    fleet.turn()
+    for _ in range(9):
+        for worker in list(fleet.workers.values()):
+            if worker.commands:
+                fleet.step(worker)
+        fleet.turn()
+    fleet.lose_worker(next(iter(fleet.workers.values())))
+    fleet.run()
+    fleet.assert_answered(*rids)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"logprobs": 1}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.5}, {"prompt_logprobs_from": 0}]
+)
+def test_who_may_not_guess_does_not(fields: dict[str, float]) -> None:
+    fleet = guessing_fleet()
+    prompt = tokens(37, seed=1)
+    fleet.submit(prompt, 30)
+    fleet.run()
+    rid = fleet.submit(prompt, 30, **fields)
+    fleet.run()
+    fleet.assert_answered(rid)
+    assert not fleet.core.metrics.counters["draft_tokens"]
+
+
+@pytest.mark.parametrize("config", [{"speculative_algorithm": "none"}, {"speculative_num_draft_tokens": 2}])
+def test_guesses_can_be_limited_and_switched_off(config: dict[str, object]) -> None:
+    fleet = guessing_fleet(**config)
+    prompt = tokens(37, seed=1)
+    for _ in range(2):
+        fleet.submit(prompt, 50)
+        fleet.run()
+    [worker] = fleet.workers.values()
+    rows = [row.drafts for step in worker.engine.steps for row in step.prefills]
+    assert max(rows, default=0) == config.get("speculative_num_draft_tokens", 0)
