@@ -22,7 +22,7 @@ from services.gpu_worker.transfer.page_io import PageIO
 from shared.messages.kv import KvCancel, KvChunk, KvDone, KvOffer, KvReady, KvTaken
 from tests.gpu_worker.flashinfer_signatures import NIXL_SIGNATURES
 from tests.gpu_worker.nixl_fake import FakeNixl, FakeRead, copy
-from tests.gpu_worker.transfer_ends import End, Make
+from tests.gpu_worker.transfer_ends import End, Make, moved_each_way_at_once
 
 installed = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -86,22 +86,7 @@ async def test_several_transfers_each_way_at_once(make: Make, net: FakeNixl, api
     nixl = net if api == "fake" else import_nixl(one_machine=True)
     net.delay = 3
     one, other = make(nixl), make(nixl)
-    before = [layer.clone() for layer in one.cache.layers]
-    for number in range(4):
-        other.receive(number, list(range(8 * number, 8 * number + 8)))
-        one.receive(10 + number, list(range(32 + 8 * number, 40 + 8 * number)))
-    for _ in range(4):
-        assert isinstance(await one.next(), KvReady)
-        assert isinstance(await other.next(), KvReady)
-    for number in range(4):
-        one.send(number, list(range(8 * number, 8 * number + 8)), other)
-        other.send(10 + number, list(range(32 + 8 * number, 40 + 8 * number)), one)
-    for _ in range(8):
-        assert (await one.next()).ok
-        assert (await other.next()).ok
-    for ours, theirs, were in zip(one.cache.layers, other.cache.layers, before, strict=True):
-        assert torch.equal(theirs[:32], were[:32])
-        assert torch.equal(ours[32:], theirs[32:])
+    await moved_each_way_at_once(one, other)
     assert by_nixl(one) == by_nixl(other) == 32
 
 

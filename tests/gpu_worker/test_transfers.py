@@ -21,7 +21,7 @@ from services.gpu_worker.transfer.outgoing import Sockets
 from services.gpu_worker.transfer.page_io import PageIO
 from shared import curve, ints
 from shared.messages.kv import KvCancel, KvChunk, KvDone, KvReady, KvSend, KvTaken
-from tests.gpu_worker.transfer_ends import End, Make
+from tests.gpu_worker.transfer_ends import End, Make, moved_each_way_at_once
 
 
 @pytest.fixture
@@ -60,23 +60,7 @@ async def test_pages_arrive_bit_by_bit(
 
 async def test_several_transfers_each_way_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outgoing, "CHUNK_BYTES", 3000)
-    one, other = make(), make()
-    before = [layer.clone() for layer in one.cache.layers]
-    for number in range(4):
-        other.receive(number, list(range(8 * number, 8 * number + 8)))
-        one.receive(10 + number, list(range(32 + 8 * number, 40 + 8 * number)))
-    for _ in range(4):
-        assert isinstance(await one.next(), KvReady)
-        assert isinstance(await other.next(), KvReady)
-    for number in range(4):
-        one.send(number, list(range(8 * number, 8 * number + 8)), other)
-        other.send(10 + number, list(range(32 + 8 * number, 40 + 8 * number)), one)
-    for _ in range(8):
-        assert (await one.next()).ok
-        assert (await other.next()).ok
-    for ours, theirs, were in zip(one.cache.layers, other.cache.layers, before, strict=True):
-        assert torch.equal(theirs[:32], were[:32])
-        assert torch.equal(ours[32:], theirs[32:])
+    await moved_each_way_at_once(make(), make())
 
 
 async def test_nothing_is_written_after_a_cancel(make: Make) -> None:
