@@ -73,7 +73,9 @@ def _groups(rows: StepRows, command: StepCommand, slots: Slots) -> list[tuple[ND
 
 
 @lru_cache(maxsize=4)  # the same columns come step after step until a row joins, leaves or fills a page
-def _nesting(group_slots: bytes, group_sizes: bytes, group_pages: bytes) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+def _nesting(
+    group_slots: bytes, group_sizes: bytes, group_pages: bytes
+) -> tuple[tuple[tuple[int, ...], int, int], ...]:
     """Of each group: its slots, where the pages of its own begin and where they end. Raises ProtocolError."""
     members, sizes, pages = column(group_slots), column(group_sizes), column(group_pages)
     if len(sizes) != len(pages) or sizes.sum() != len(members) or (sizes < 0).any():
