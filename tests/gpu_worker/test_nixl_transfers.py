@@ -15,7 +15,7 @@ import pytest
 import torch
 import zmq
 
-from services.gpu_worker.transfer import carrier, offers, reads
+from services.gpu_worker.transfer import carrier, mover, offers, reads
 from services.gpu_worker.transfer.carrier import Carrier
 from services.gpu_worker.transfer.nixl_api import import_nixl
 from services.gpu_worker.transfer.page_io import PageIO
@@ -183,6 +183,33 @@ async def test_an_error_of_the_device_ends_a_transfer_and_not_the_thread(
     monkeypatch.setattr(target.transfers._mover._pages, "checksum", broken)  # type: ignore[union-attr]
     await moved(source, target)
     assert by_nixl(target) == 0
+
+
+async def test_what_nobody_foresaw_leaves_nobody_waiting(
+    make: Make, net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover, "PAUSE_S", 0.001)
+    source, target = make(net), make(net)
+    offered = target.transfers._mover.reads  # type: ignore[union-attr]
+    assert offered is not None
+    turn, faults = offered.turn, [KeyError("no such thing")]
+
+    def fail_once() -> Any:
+        if faults and offered._under_way:
+            raise faults.pop()
+        return turn()
+
+    monkeypatch.setattr(offered, "turn", fail_once)
+    net.fault = "hang"
+    target.receive(1, list(range(19)))
+    await target.next()
+    source.send(1, list(range(19)), target)
+    done = await target.next()
+    assert (done.side, done.ok) == ("received", False)
+    net.unstick()
+    assert (await source.next()).ok  # as by the sockets: what became of it is the target's to tell
+    await moved(source, target, 2)
+    assert by_nixl(target) == 19
 
 
 async def test_other_bytes_than_were_meant_are_not_taken(make: Make, net: FakeNixl) -> None:

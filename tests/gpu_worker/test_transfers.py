@@ -14,7 +14,7 @@ import pytest
 import torch
 import zmq
 
-from services.gpu_worker.transfer import answers, outgoing
+from services.gpu_worker.transfer import answers, mover, outgoing
 from services.gpu_worker.transfer.address import bind_address
 from services.gpu_worker.transfer.answers import Answers
 from services.gpu_worker.transfer.outgoing import Sockets
@@ -189,6 +189,55 @@ async def test_without_an_endpoint_everything_is_refused() -> None:
     assert end.transfers.endpoints == ()
     end.receive(1, [1])
     assert await end.next() == KvDone(1, 7, "received", ok=False, detail="this worker has no transfers")
+
+
+@pytest.mark.parametrize("where", ["_receive", "_turn", "_send_one"])
+async def test_what_nobody_foresaw_fails_what_is_under_way_and_not_what_comes_next(
+    make: Make, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mover, "PAUSE_S", 0.001)
+    source, target = make(), make()
+    source.transfers.handle(KvSend(1, ints.pack([1]), "b", (f"ipc://{tmp_path}/nobody",)))
+    source.receive(2, [1])
+    assert await source.next() == KvReady(2, 7)
+    thread = source.transfers._mover
+    assert thread is not None
+    real, faults = getattr(thread, where), [KeyError("no such thing")]
+
+    def fail_once() -> Any:
+        if faults:
+            raise faults.pop()
+        return real()
+
+    monkeypatch.setattr(thread, where, fail_once)
+    target.send(3, [1], source)  # something happens
+    ends = [await source.next(), await source.next()]
+    assert {(done.transfer_id, done.side, done.ok) for done in ends} == {(1, "sent", False), (2, "received", False)}
+    assert all("no such thing" in done.detail for done in ends)
+    assert "transfers failed" in capsys.readouterr().out
+    assert (await target.next()).ok
+    await moved_each_way_at_once(source, target)
+
+
+async def test_a_thread_that_can_do_nothing_answers_all_the_same(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover, "PAUSE_S", 0.001)
+    source, target = make(), make()
+
+    def broken() -> None:
+        raise KeyError("no such thing")
+
+    thread = source.transfers._mover
+    assert thread is not None
+    monkeypatch.setattr(thread, "_turn", broken)
+    for transfer_id in (1, 2):
+        source.send(transfer_id, [1], target)
+        done = await source.next()
+        assert (done.transfer_id, done.ok) == (transfer_id, False)
+    source.receive(3, [1])
+    assert await source.next() == KvReady(3, 7)
+    assert (await source.next()).transfer_id == 3
+    source.close()
+    assert not thread._thread.is_alive()
 
 
 async def test_a_new_life_hears_nothing_of_the_former_one(make: Make) -> None:
