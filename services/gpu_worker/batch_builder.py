@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -59,15 +61,10 @@ def build_batch(
 
 def _groups(rows: StepRows, command: StepCommand, slots: Slots) -> list[tuple[NDArray[np.int32], int]]:
     """Of each group with two rows or more: its rows and the number of pages they share. Inner after outer ones."""
-    members, sizes, pages = column(command.group_slots), column(command.group_sizes), column(command.group_pages)
-    if len(sizes) != len(pages) or sizes.sum() != len(members) or (sizes < 0).any():
-        raise ProtocolError("the columns of shared groups do not fit together")
-    parts = [part.tolist() for part in np.split(members, np.cumsum(sizes)[:-1])]
-    starts = _starts(parts, pages.tolist())
     row_of = {slot: row for row, slot in enumerate(rows.slots[: rows.num_decode].tolist())}
     groups: list[tuple[NDArray[np.int32], int]] = []
-    for slots_of, start, count in zip(parts, starts, pages.tolist(), strict=True):
-        present = [row_of[slot] for slot in slots_of if slot in row_of]
+    for members, start, count in _nesting(command.group_slots, command.group_sizes, command.group_pages):
+        present = [row_of[slot] for slot in members if slot in row_of]
         if len(present) < 2 or count <= 0:
             continue
         _require_shared(rows.slots[present], start, count, slots)
@@ -75,7 +72,20 @@ def _groups(rows: StepRows, command: StepCommand, slots: Slots) -> list[tuple[ND
     return groups
 
 
-def _starts(groups: list[list[int]], pages: list[int]) -> list[int]:
+@lru_cache(maxsize=4)  # the same columns come step after step until a row joins, leaves or fills a page
+def _nesting(
+    group_slots: bytes, group_sizes: bytes, group_pages: bytes
+) -> tuple[tuple[tuple[int, ...], int, int], ...]:
+    """Of each group: its slots, where the pages of its own begin and where they end. Raises ProtocolError."""
+    members, sizes, pages = column(group_slots), column(group_sizes), column(group_pages)
+    if len(sizes) != len(pages) or sizes.sum() != len(members) or (sizes < 0).any():
+        raise ProtocolError("the columns of shared groups do not fit together")
+    parts = [tuple(part.tolist()) for part in np.split(members, np.cumsum(sizes)[:-1])]
+    counts = pages.tolist()
+    return tuple(zip(parts, _starts(parts, counts), counts, strict=True))
+
+
+def _starts(groups: list[tuple[int, ...]], pages: list[int]) -> list[int]:
     """Where the pages of each group's own begin: behind those of the group around it.
 
     Raises ProtocolError where groups are not nested, the outer before the inner, or one has no pages of its own.

@@ -88,12 +88,13 @@ class FakeAgent:
         metadata = self._net.bind("nixl_agent.add_remote_agent", self, *args, **kwargs)["metadata"]
         if self._net.fault == "metadata" or not metadata.startswith(b"metadata of "):
             raise FakeNixlError("NIXL_ERR_MISMATCH")
-        name = metadata.removeprefix(b"metadata of ")
+        name = metadata.removeprefix(b"metadata of ").partition(b", ")[0]
         self.met.add(name.decode(errors="replace"))
         return name  # bytes, as NIXL's
 
     def remove_remote_agent(self, *args: Any, **kwargs: Any) -> None:
-        self.met.remove(self._net.bind("nixl_agent.remove_remote_agent", self, *args, **kwargs)["agent"])
+        name = self._net.bind("nixl_agent.remove_remote_agent", self, *args, **kwargs)["agent"]
+        self.met.remove(name if isinstance(name, str) else name.decode(errors="replace"))  # NIXL takes both
 
     def get_xfer_descs(self, *args: Any, **kwargs: Any) -> Descriptors:
         a = self._net.bind("nixl_agent.get_xfer_descs", self, *args, **kwargs)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.flashinfer_signatures import WANTED, signatures
+from scripts.wheel_signatures import WANTED, signatures
 from tests.gpu_worker.flashinfer_fake import FakeFlashInfer
 from tests.gpu_worker.flashinfer_scene import FREE, Scene
 from tests.gpu_worker.flashinfer_signatures import SIGNATURES, TABLE, bind
@@ -84,7 +84,7 @@ def test_signatures_are_read_from_a_wheel(tmp_path: Path, monkeypatch: pytest.Mo
     wheel = tmp_path / "some-1.0.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("flashinfer/page.py", SOURCE)
-    monkeypatch.setattr("scripts.flashinfer_signatures.WANTED", {"page": ["Wrapper.__init__", "Wrapper.run", "append"]})
+    monkeypatch.setattr("scripts.wheel_signatures.WANTED", {"page": ["Wrapper.__init__", "Wrapper.run", "append"]})
     both = "POSITIONAL_OR_KEYWORD"
     assert signatures(wheel) == {
         "wheel": "some-1.0.whl",
@@ -106,7 +106,7 @@ def test_signatures_are_read_from_a_wheel(tmp_path: Path, monkeypatch: pytest.Mo
             "append": [["key", "POSITIONAL_ONLY"], ["value", both], ["last", both, None], ["kind", both, "Kind.Plain"]],
         },
     }
-    monkeypatch.setattr("scripts.flashinfer_signatures.WANTED", {"page": ["gone"]})
+    monkeypatch.setattr("scripts.wheel_signatures.WANTED", {"page": ["gone"]})
     with pytest.raises(KeyError, match="gone"):
         signatures(wheel)
 

@@ -224,8 +224,9 @@ def sharing(bench: Bench) -> Bench:
 def test_groups_that_share_rows_must_be_nested(groups: Any) -> None:
     bench = sharing(Bench())
     members, sizes, pages = map(pack, groups)
-    with pytest.raises(ProtocolError, match="two shared groups"):
-        bench.step([0, 1, 2, 3], group_slots=members, group_sizes=sizes, group_pages=pages)
+    for _ in range(2):  # what is kept of the columns from step to step knows no wrong ones
+        with pytest.raises(ProtocolError, match="two shared groups"):
+            bench.step([0, 1, 2, 3], group_slots=members, group_sizes=sizes, group_pages=pages)
 
 
 @pytest.mark.parametrize("pages", [[1, 2], [0, 2], [-1, 2]])
@@ -240,9 +241,15 @@ def test_an_inner_group_that_does_not_share_its_own_pages(pages: list[int]) -> N
 def test_nested_groups_come_as_they_are() -> None:
     bench = sharing(Bench())
     members, sizes, pages = [0, 9, 1, 2, 3, 2, 1, 9, 1], [5, 3, 1], [1, 2, 3]  # nobody is in 9, the last is one row
-    bench.step([1, 2, 3, 0], group_slots=pack(members), group_sizes=pack(sizes), group_pages=pack(pages))
-    found = bench.runner.batches[-1].groups
-    assert [(group.rows.tolist(), group.num_pages) for group in found] == [([3, 0, 1, 2], 1), ([1, 0], 2)]
+    columns = {"group_slots": pack(members), "group_sizes": pack(sizes), "group_pages": pack(pages)}
+    for decode, expected in (
+        ([1, 2, 3, 0], [([3, 0, 1, 2], 1), ([1, 0], 2)]),
+        ([0, 2, 1], [([0, 2, 1], 1), ([1, 2], 2)]),  # the same columns, other rows
+        ([3, 1], [([1, 0], 1)]),
+    ):
+        bench.step(decode, **columns)
+        found = bench.runner.batches[-1].groups
+        assert [(group.rows.tolist(), group.num_pages) for group in found] == expected
 
 
 async def test_an_order_that_is_no_column_is_a_fault(stage: Stage) -> None:

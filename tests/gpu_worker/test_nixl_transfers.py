@@ -15,14 +15,14 @@ import pytest
 import torch
 import zmq
 
-from services.gpu_worker.transfer import carrier, offers, reads
+from services.gpu_worker.transfer import carrier, mover, offers, reads
 from services.gpu_worker.transfer.carrier import Carrier
 from services.gpu_worker.transfer.nixl_api import import_nixl
 from services.gpu_worker.transfer.page_io import PageIO
 from shared.messages.kv import KvCancel, KvChunk, KvDone, KvOffer, KvReady, KvTaken
 from tests.gpu_worker.flashinfer_signatures import NIXL_SIGNATURES
 from tests.gpu_worker.nixl_fake import FakeNixl, FakeRead, copy
-from tests.gpu_worker.transfer_ends import End, Make
+from tests.gpu_worker.transfer_ends import End, Make, moved_each_way_at_once
 
 installed = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 
@@ -86,22 +86,7 @@ async def test_several_transfers_each_way_at_once(make: Make, net: FakeNixl, api
     nixl = net if api == "fake" else import_nixl(one_machine=True)
     net.delay = 3
     one, other = make(nixl), make(nixl)
-    before = [layer.clone() for layer in one.cache.layers]
-    for number in range(4):
-        other.receive(number, list(range(8 * number, 8 * number + 8)))
-        one.receive(10 + number, list(range(32 + 8 * number, 40 + 8 * number)))
-    for _ in range(4):
-        assert isinstance(await one.next(), KvReady)
-        assert isinstance(await other.next(), KvReady)
-    for number in range(4):
-        one.send(number, list(range(8 * number, 8 * number + 8)), other)
-        other.send(10 + number, list(range(32 + 8 * number, 40 + 8 * number)), one)
-    for _ in range(8):
-        assert (await one.next()).ok
-        assert (await other.next()).ok
-    for ours, theirs, were in zip(one.cache.layers, other.cache.layers, before, strict=True):
-        assert torch.equal(theirs[:32], were[:32])
-        assert torch.equal(ours[32:], theirs[32:])
+    await moved_each_way_at_once(one, other)
     assert by_nixl(one) == by_nixl(other) == 32
 
 
@@ -198,6 +183,33 @@ async def test_an_error_of_the_device_ends_a_transfer_and_not_the_thread(
     monkeypatch.setattr(target.transfers._mover._pages, "checksum", broken)  # type: ignore[union-attr]
     await moved(source, target)
     assert by_nixl(target) == 0
+
+
+async def test_what_nobody_foresaw_leaves_nobody_waiting(
+    make: Make, net: FakeNixl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mover, "PAUSE_S", 0.001)
+    source, target = make(net), make(net)
+    offered = target.transfers._mover.reads  # type: ignore[union-attr]
+    assert offered is not None
+    turn, faults = offered.turn, [KeyError("no such thing")]
+
+    def fail_once() -> Any:
+        if faults and offered._under_way:
+            raise faults.pop()
+        return turn()
+
+    monkeypatch.setattr(offered, "turn", fail_once)
+    net.fault = "hang"
+    target.receive(1, list(range(19)))
+    await target.next()
+    source.send(1, list(range(19)), target)
+    done = await target.next()
+    assert (done.side, done.ok) == ("received", False)
+    net.unstick()
+    assert (await source.next()).ok  # as by the sockets: what became of it is the target's to tell
+    await moved(source, target, 2)
+    assert by_nixl(target) == 19
 
 
 async def test_other_bytes_than_were_meant_are_not_taken(make: Make, net: FakeNixl) -> None:

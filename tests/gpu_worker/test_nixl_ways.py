@@ -11,13 +11,13 @@ import torch
 
 from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.transfer import carrier
-from services.gpu_worker.transfer.carrier import Carrier, open_carrier
+from services.gpu_worker.transfer.carrier import Carrier, NixlFailed, open_carrier
 from services.gpu_worker.transfer.nixl_api import NixlMissing, import_nixl
 from services.gpu_worker.transfer.page_io import PageIO
 from shared import curve, ints
 from shared.config import WorkerConfig
 from shared.messages.control import Heartbeat
-from shared.messages.kv import KvDone, KvReady, KvReceive, KvSend
+from shared.messages.kv import KvChunk, KvDone, KvOffer, KvReady, KvReceive, KvSend
 from shared.service import CannotStart
 from tests.gpu_worker.nixl_fake import FakeNixl
 from tests.gpu_worker.transfer_ends import CPU
@@ -82,6 +82,35 @@ def test_where_no_agent_starts_it_says_why(net: FakeNixl, fault: str, monkeypatc
         monkeypatch.setattr("tests.gpu_worker.nixl_fake.FakeAgent.register_memory", no_backend)
     with pytest.raises(NixlMissing, match="NIXL_ERR_BACKEND" if fault == "start" else "UCX"):
         Carrier(net, cache())
+
+
+def offer(carrier: Carrier, name: str) -> KvOffer:
+    chunk = KvChunk(1, 0, 1, True, 0, "float32")
+    return KvOffer(chunk, name, "DRAM", carrier.to_send[0].address, 0, "ipc:///nowhere")
+
+
+def test_an_agent_that_comes_under_another_name_does_not_stay(net: FakeNixl) -> None:
+    ours, known, other = (Carrier(net, cache()) for _ in range(3))
+    met = net.agents[ours.name].met
+    into = ours.to_read[0]
+    ours.read(offer(known, known.name), known.metadata, 8, into)
+    assert met == {known.name}
+    for name, metadata in (
+        ("somebody", other.metadata),
+        (known.name, other.metadata),  # who is known keeps its name
+        ("somebody", known.metadata),  # and its place under it
+        ("somebody", b"metadata of \xff\xfe"),
+    ):
+        with pytest.raises(NixlFailed, match="another agent's"):
+            ours.read(offer(other, name), metadata, 8, into)
+        assert met == {known.name}
+        ours.read(offer(known, known.name), known.metadata, 8, into)
+    with pytest.raises(NixlFailed, match="another agent's"):
+        ours.read(offer(other, "somebody"), known.metadata + b", and more", 8, into)
+    assert met == set()  # what NIXL knows of it now is not what we know
+    ours.read(offer(known, known.name), known.metadata, 8, into)
+    ours.read(offer(other, other.name), other.metadata, 8, into)
+    assert met == {known.name, other.name}
 
 
 def test_which_way_is_taken(net: FakeNixl, monkeypatch: pytest.MonkeyPatch) -> None:

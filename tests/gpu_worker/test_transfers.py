@@ -14,14 +14,14 @@ import pytest
 import torch
 import zmq
 
-from services.gpu_worker.transfer import answers, outgoing
+from services.gpu_worker.transfer import answers, mover, outgoing
 from services.gpu_worker.transfer.address import bind_address
 from services.gpu_worker.transfer.answers import Answers
 from services.gpu_worker.transfer.outgoing import Sockets
 from services.gpu_worker.transfer.page_io import PageIO
 from shared import curve, ints
 from shared.messages.kv import KvCancel, KvChunk, KvDone, KvReady, KvSend, KvTaken
-from tests.gpu_worker.transfer_ends import End, Make
+from tests.gpu_worker.transfer_ends import End, Make, moved_each_way_at_once
 
 
 @pytest.fixture
@@ -60,23 +60,7 @@ async def test_pages_arrive_bit_by_bit(
 
 async def test_several_transfers_each_way_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outgoing, "CHUNK_BYTES", 3000)
-    one, other = make(), make()
-    before = [layer.clone() for layer in one.cache.layers]
-    for number in range(4):
-        other.receive(number, list(range(8 * number, 8 * number + 8)))
-        one.receive(10 + number, list(range(32 + 8 * number, 40 + 8 * number)))
-    for _ in range(4):
-        assert isinstance(await one.next(), KvReady)
-        assert isinstance(await other.next(), KvReady)
-    for number in range(4):
-        one.send(number, list(range(8 * number, 8 * number + 8)), other)
-        other.send(10 + number, list(range(32 + 8 * number, 40 + 8 * number)), one)
-    for _ in range(8):
-        assert (await one.next()).ok
-        assert (await other.next()).ok
-    for ours, theirs, were in zip(one.cache.layers, other.cache.layers, before, strict=True):
-        assert torch.equal(theirs[:32], were[:32])
-        assert torch.equal(ours[32:], theirs[32:])
+    await moved_each_way_at_once(make(), make())
 
 
 async def test_nothing_is_written_after_a_cancel(make: Make) -> None:
@@ -205,6 +189,55 @@ async def test_without_an_endpoint_everything_is_refused() -> None:
     assert end.transfers.endpoints == ()
     end.receive(1, [1])
     assert await end.next() == KvDone(1, 7, "received", ok=False, detail="this worker has no transfers")
+
+
+@pytest.mark.parametrize("where", ["_receive", "_turn", "_send_one"])
+async def test_what_nobody_foresaw_fails_what_is_under_way_and_not_what_comes_next(
+    make: Make, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mover, "PAUSE_S", 0.001)
+    source, target = make(), make()
+    source.transfers.handle(KvSend(1, ints.pack([1]), "b", (f"ipc://{tmp_path}/nobody",)))
+    source.receive(2, [1])
+    assert await source.next() == KvReady(2, 7)
+    thread = source.transfers._mover
+    assert thread is not None
+    real, faults = getattr(thread, where), [KeyError("no such thing")]
+
+    def fail_once() -> Any:
+        if faults:
+            raise faults.pop()
+        return real()
+
+    monkeypatch.setattr(thread, where, fail_once)
+    target.send(3, [1], source)  # something happens
+    ends = [await source.next(), await source.next()]
+    assert {(done.transfer_id, done.side, done.ok) for done in ends} == {(1, "sent", False), (2, "received", False)}
+    assert all("no such thing" in done.detail for done in ends)
+    assert "transfers failed" in capsys.readouterr().out
+    assert (await target.next()).ok
+    await moved_each_way_at_once(source, target)
+
+
+async def test_a_thread_that_can_do_nothing_answers_all_the_same(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover, "PAUSE_S", 0.001)
+    source, target = make(), make()
+
+    def broken() -> None:
+        raise KeyError("no such thing")
+
+    thread = source.transfers._mover
+    assert thread is not None
+    monkeypatch.setattr(thread, "_turn", broken)
+    for transfer_id in (1, 2):
+        source.send(transfer_id, [1], target)
+        done = await source.next()
+        assert (done.transfer_id, done.ok) == (transfer_id, False)
+    source.receive(3, [1])
+    assert await source.next() == KvReady(3, 7)
+    assert (await source.next()).transfer_id == 3
+    source.close()
+    assert not thread._thread.is_alive()
 
 
 async def test_a_new_life_hears_nothing_of_the_former_one(make: Make) -> None:

@@ -13,7 +13,7 @@ from services.gpu_worker.transfer.carrier import Carrier
 from services.gpu_worker.transfer.page_io import PageIO
 from services.gpu_worker.transfer.transfers import Transfers
 from shared import ints
-from shared.messages.kv import KvReceive, KvSend
+from shared.messages.kv import KvReady, KvReceive, KvSend
 
 CPU = torch.device("cpu")
 
@@ -51,3 +51,28 @@ class End:
 
 
 Make = Callable[..., End]
+
+
+async def moved_each_way_at_once(one: End, other: End) -> None:
+    """Four transfers of eight pages from each end to the other end well, bit by bit, and touch nothing else."""
+    before = [layer.clone() for layer in one.cache.layers]
+    theirs_before = [layer.clone() for layer in other.cache.layers]
+    there = {number: list(range(8 * number, 8 * number + 8)) for number in range(4)}
+    back = {number: list(range(8 * number, 8 * number + 8)) for number in range(4, 8)}
+    for (number, pages), (returning, others) in zip(there.items(), back.items(), strict=True):
+        other.receive(number, pages)
+        one.receive(returning, others)
+    for _ in there:
+        assert isinstance(await one.next(), KvReady)
+        assert isinstance(await other.next(), KvReady)
+    for (number, pages), (returning, others) in zip(there.items(), back.items(), strict=True):
+        one.send(number, pages, other)
+        other.send(returning, others, one)
+    for _ in range(8):
+        assert (await one.next()).ok
+        assert (await other.next()).ok
+    for ours, theirs, was, theirs_were in zip(one.cache.layers, other.cache.layers, before, theirs_before, strict=True):
+        assert torch.equal(ours[:32], was[:32])
+        assert torch.equal(theirs[:32], was[:32])
+        assert torch.equal(ours[32:], theirs_were[32:])
+        assert torch.equal(theirs[32:], theirs_were[32:])

@@ -6,7 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.system.prompts import thirty
 from tests.system.servers import serving
@@ -24,31 +26,49 @@ def prompts(model_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(model_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers generates, alone, in fp32."""
-    import torch
-    from transformers import AutoModelForCausalLM
+def passes(prompts: list[list[int]]) -> dict[str, list[dict[str, Any]]]:
+    """One server's answers while nothing is cached, while all is, and to all at once with nothing cached again."""
+    with serving("--dtype", "float32") as server:
+        cold, warm = some_alone(server.url, prompts), some_alone(server.url, prompts)
+        assert httpx.post(f"{server.url}/flush_cache").status_code == 200
+        return {"cold": cold, "warm": warm, "together": asyncio.run(generate(server.url, prompts, 16))}
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small products: threads waiting for each other cost more than they bring
+
+@pytest.fixture(scope="module")
+def expected(model_dir: Path, prompts: list[list[int]], passes: dict[str, list[dict[str, Any]]]) -> list[list[int]]:
+    """What transformers generates, alone, in fp32.
+
+    Where each token of our answer is its choice after all before it, that is the answer; one forward tells.
+    """
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    outputs = []
     with torch.inference_mode():
-        for ids in prompts:
-            generated = model.generate(
-                torch.tensor([ids]),
-                attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-                eos_token_id=None,
-                pad_token_id=0,
-                temperature=None,
-                top_p=None,
-                top_k=None,
-            )
-            outputs.append(generated[0, len(ids) :].tolist())
-    torch.set_num_threads(threads)
-    return outputs
+        return [
+            ours if len(ours) == NEW_TOKENS and chosen_after(model, ids, ours) == ours else generated_after(model, ids)
+            for ids, ours in zip(prompts, (answer["output_ids"] for answer in passes["cold"]), strict=True)
+        ]
+
+
+def chosen_after(model: PreTrainedModel, ids: list[int], output: list[int]) -> list[int]:
+    """The most likely token after the prompt and after each token of the output but the last."""
+    logits = model(torch.tensor([ids + output[:-1]]), logits_to_keep=len(output), use_cache=False).logits[0]
+    chosen: list[int] = logits.argmax(1).tolist()
+    return chosen
+
+
+def generated_after(model: PreTrainedModel, ids: list[int]) -> list[int]:
+    generated = model.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+        do_sample=False,
+        max_new_tokens=NEW_TOKENS,
+        eos_token_id=None,
+        pad_token_id=0,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+    )
+    tokens: list[int] = generated[0, len(ids) :].tolist()
+    return tokens
 
 
 def body(ids: list[int]) -> dict[str, Any]:
@@ -72,30 +92,37 @@ async def generate(url: str, prompts: list[list[int]], concurrency: int) -> list
         return await asyncio.gather(*map(one, prompts))
 
 
+def some_alone(url: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
+    """Every third prompt and the longest one by itself, then the others by fours."""
+    longest = max(map(len, prompts))
+    alone = [i for i, ids in enumerate(prompts) if i % 3 == 0 or len(ids) == longest]
+    others = [i for i in range(len(prompts)) if i not in alone]
+    answers = asyncio.run(generate(url, [prompts[i] for i in alone], 1))
+    answers += asyncio.run(generate(url, [prompts[i] for i in others], 4))
+    return [answer for _, answer in sorted(zip(alone + others, answers, strict=True), key=lambda pair: pair[0])]
+
+
 def check(answers: list[dict[str, Any]], expected: list[list[int]]) -> None:
     got = [a["output_ids"] for a in answers]
     different = [i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b]
     assert not different, [(i, got[i], expected[i]) for i in different]
 
 
-def test_cold_warm_and_concurrent(prompts: list[list[int]], expected: list[list[int]]) -> None:
-    with serving("--dtype", "float32") as server:
-        cold = asyncio.run(generate(server.url, prompts, 1))
-        check(cold, expected)
-        warm = asyncio.run(generate(server.url, prompts, 1))
-        check(warm, expected)
-        for ids, answer in zip(prompts, warm, strict=True):
-            assert answer["meta_info"]["cached_tokens"] == len(ids) - 1
-        assert httpx.post(f"{server.url}/flush_cache").status_code == 200
-        together = asyncio.run(generate(server.url, prompts, 16))
-        check(together, expected)
+def test_cold_warm_and_concurrent(
+    prompts: list[list[int]], passes: dict[str, list[dict[str, Any]]], expected: list[list[int]]
+) -> None:
+    for answers in passes.values():
+        check(answers, expected)
+    for ids, answer in zip(prompts, passes["warm"], strict=True):
+        assert answer["meta_info"]["cached_tokens"] == len(ids) - 1
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_odd_chunks_at_each_run_ahead(prompts: list[list[int]], expected: list[list[int]], depth: int) -> None:
     flags = ["--disable-overlap-schedule"] if depth == 1 else []
     with serving("--dtype", "float32", "--chunked-prefill-size", "37", *flags) as server:
-        check(asyncio.run(generate(server.url, prompts, 8)), expected)
+        # The longest first, so that its chunks go beside all the others.
+        check(asyncio.run(generate(server.url, prompts[::-1], 8)), expected[::-1])
 
 
 def test_suspend_and_resume_in_a_tiny_pool(prompts: list[list[int]], expected: list[list[int]]) -> None:
@@ -113,7 +140,7 @@ def test_a_long_prompt_is_suspended_and_resumed(prompts: list[list[int]], expect
     order = [*(i for i, ids in enumerate(prompts) if len(ids) < 16), longest]
     growing = len(order) - 1
     pages = -(-(len(prompts[longest]) + 1) // 16) + 2 * growing + 4
-    params = [{"temperature": 0, "max_new_tokens": 120, "ignore_eos": True}] * growing
+    params = [{"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}] * growing
     params.append({**params[0], "max_new_tokens": NEW_TOKENS})
     with serving("--dtype", "float32", "--max-total-tokens", str(16 * pages)) as server:
         batch = {"input_ids": [prompts[i] for i in order], "sampling_params": params}

@@ -125,16 +125,26 @@ class Carrier:
         return handle
 
     def _meet(self, name: str, metadata: bytes) -> None:
-        known = self._known.pop(name, None)
-        if known != metadata:
+        if self._known.get(name) != metadata:
             met = _tried(lambda: self._agent.add_remote_agent(metadata))
             if met not in (name, name.encode()):  # it may be any bytes
+                self._part_from(met, metadata)
                 raise NixlFailed(f"the metadata of {name} is another agent's")
+        self._known.pop(name, None)  # now it is the last one met
         self._known[name] = metadata
         if len(self._known) > MAX_AGENTS:
             oldest = next(iter(self._known))
             del self._known[oldest]
             _tried(lambda: self._agent.remove_remote_agent(oldest))
+
+    def _part_from(self, met: str | bytes, metadata: bytes) -> None:
+        """Of an agent that came under another name; who is known by the same metadata has lost nothing by it."""
+        known = next((name for name in self._known if met in (name, name.encode())), None)
+        if known is not None and self._known[known] == metadata:
+            return
+        if known is not None:
+            del self._known[known]
+        _tried(lambda: self._agent.remove_remote_agent(met))
 
 
 def _tried(call: Callable[[], T]) -> T:

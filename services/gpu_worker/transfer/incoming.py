@@ -49,9 +49,12 @@ class Incoming:
         with self._lock:
             return self._awaited.pop(transfer_id, None) is not None
 
-    def cancel_all(self) -> None:
+    def cancel_all(self) -> list[int]:
+        """Those that were awaited."""
         with self._lock:
+            awaited = list(self._awaited)
             self._awaited.clear()
+            return awaited
 
     def take(self, header: KvChunk, data: memoryview) -> tuple[int, int] | None:
         """(transfer, its pages) where this chunk was its last; raises BadChunk where the transfer is spoilt by it."""

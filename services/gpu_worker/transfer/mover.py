@@ -15,6 +15,7 @@ import contextvars
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ log = structlog.get_logger(__name__)
 
 HEADER_BYTES = 4096
 WAIT_MS = 1
+PAUSE_S = 0.1
+"""After a failure, so that one that comes again and again takes neither a core nor the log."""
 _CLOSE_S = 2.0
 
 
@@ -125,11 +128,21 @@ class Mover:
     # Everything below runs in the thread
 
     def _run(self) -> None:
+        while self._running:
+            try:
+                self._move()
+            except Exception as error:  # nobody watches this thread, and the scheduler waits for what it does
+                self._fail(error)
+        self._end()
+
+    def _move(self) -> None:
+        """Until the end."""
         poller = zmq.Poller()
         poller.register(self._pull, zmq.POLLIN)
         poller.register(self._wake_read, zmq.POLLIN)
         full: set[zmq.Socket[bytes]] = set()  # whose targets have yet to take what they were sent
-        moved = False
+        moved = True  # something may wait already, after a failure
+        self._obey()
         if self.carrier is not None:
             self.carrier.enter_thread()
         while self._running:
@@ -149,7 +162,19 @@ class Mover:
                 self._sockets.trim(full)
             for socket in full:
                 poller.register(socket, zmq.POLLOUT)
-        self._end()
+
+    def _fail(self, error: Exception) -> None:
+        """Of something unforeseen: all that is under way fails, what comes next may go well."""
+        log.exception("transfers failed")
+        why = f"{type(error).__name__}: {error}"
+        for transfer_id in self.incoming.cancel_all():
+            self._finish(Finished(transfer_id, "received", error=why))
+        for outgoing in list(self._outgoing):
+            self._drop(outgoing)
+            self._finish(Finished(outgoing.transfer_id, "sent", error=why))
+        for step in self.reads.give_up() if self.reads is not None else ():
+            self._answers.add(step.answer_to, step.answer)
+        time.sleep(PAUSE_S)
 
     def _patience(self) -> int | None:
         """How long, in ms, nothing may happen until something has to be looked at; None: for ever."""
@@ -198,7 +223,7 @@ class Mover:
                 if socket in full or not self._send_chunk(outgoing, socket):
                     full.add(socket)
                     continue
-            except (zmq.ZMQError, IndexError, RuntimeError) as error:
+            except (zmq.ZMQError, curve.KeysUnusable, IndexError, RuntimeError) as error:
                 self._drop(outgoing)
                 self._finish(Finished(outgoing.transfer_id, "sent", error=str(error) or type(error).__name__))
             return True, set()
@@ -292,5 +317,5 @@ class Mover:
             self._finish(Finished(error.transfer_id, "received", error=str(error)))
 
     def _finish(self, finished: Finished) -> None:
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._on_finished, finished)

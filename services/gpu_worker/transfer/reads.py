@@ -88,6 +88,14 @@ class Reads:
             self._waiting.clear()
         return steps
 
+    def give_up(self) -> list[Step]:
+        """Nobody waits for anything that was offered."""
+        offers = [read.offer for read in self._under_way] + [offer for offer, _ in self._waiting]
+        self._given_up += self._under_way
+        self._under_way.clear()
+        self._waiting.clear()
+        return [let_go(offer) for offer in offers]
+
     def close(self) -> None:
         for read in self._under_way + self._given_up:
             self._carrier.release(read.handle)

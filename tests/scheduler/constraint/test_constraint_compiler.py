@@ -26,7 +26,7 @@ from services.scheduler.constraint.protocol import CompileJob
 from shared.messages.request import Constraint
 
 sys.path.insert(0, str(Path(__file__).parent))
-from constraint_kit import vocabulary
+from constraint_kit import token_order, vocabulary
 
 SMALL = Constraint("json_schema", '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}')
 WRONG = ("a wrong type", "a wrong type of a pattern", "two constraints at once")  # the door's to refuse
@@ -43,9 +43,22 @@ ENDLESS = "start: " + " | ".join(f'a "{i}"' for i in range(100_000)) + '\na: "x"
 SLOW = "start: " + " | ".join(f'a "{i}"' for i in range(15_000)) + '\na: "x"'
 
 
+async def start(limits: Limits | None = None, **options: Any) -> Compiler:
+    """Over tokens that are read once for all tests."""
+    return await Compiler.start(str(resolve(None)), limits, order=token_order(), **options)
+
+
 @pytest_asyncio.fixture
 async def compiler() -> AsyncIterator[Compiler]:
-    compiler = await Compiler.start(str(resolve(None)), Limits(compile_seconds=20))
+    compiler = await start(Limits(compile_seconds=20))
+    yield compiler
+    await compiler.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_compiler() -> AsyncIterator[Compiler]:
+    """For tests that leave nothing behind; it reads the tokens by itself."""
+    compiler = await Compiler.start(str(resolve(None)))
     yield compiler
     await compiler.close()
 
@@ -84,6 +97,7 @@ async def test_refusals_name_the_field_and_are_remembered(compiler: Compiler) ->
         await compiler.compile(Constraint("regex", "a" * 300_000))
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     "source",
     [
@@ -91,15 +105,18 @@ async def test_refusals_name_the_field_and_are_remembered(compiler: Compiler) ->
         Constraint("json_schema", '{"type":"object","properties":{"a":{"$ref":"#/properties/a"}},"required":["a"]}'),
     ],
 )
-async def test_what_leads_nowhere_after_its_forced_beginning_is_refused(compiler: Compiler, source: Constraint) -> None:
+async def test_what_leads_nowhere_after_its_forced_beginning_is_refused(
+    shared_compiler: Compiler, source: Constraint
+) -> None:
     with pytest.raises(ConstraintError, match="no text satisfies it"):
-        await compiler.compile(source)
+        await shared_compiler.compile(source)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("schema", ['{"$ref":"#"}', '{"allOf":[{"const":1},{"const":2}]}'])
-async def test_what_no_text_satisfies_is_refused(compiler: Compiler, schema: str) -> None:
+async def test_what_no_text_satisfies_is_refused(shared_compiler: Compiler, schema: str) -> None:
     with pytest.raises(ConstraintError):
-        await compiler.compile(Constraint("json_schema", schema))
+        await shared_compiler.compile(Constraint("json_schema", schema))
 
 
 async def test_what_breaks_in_the_middle_of_a_text_is_refused_before(compiler: Compiler) -> None:
@@ -109,13 +126,14 @@ async def test_what_breaks_in_the_middle_of_a_text_is_refused_before(compiler: C
         await compiler.compile(Constraint("lark", SLOW))
 
 
-async def test_large_sources_have_the_same_canonical_form(compiler: Compiler) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_large_sources_have_the_same_canonical_form(shared_compiler: Compiler) -> None:
     """They are read in another process; layout and the order of keywords count as little as in small ones."""
     schema = {"type": "object", "properties": {f"name{i}": {"type": "integer", "minimum": i} for i in range(400)}}
     compact, spaced = json.dumps(schema), json.dumps(dict(reversed(schema.items())), indent=2)
     assert len(compact) > 16_000
     one, other = await asyncio.gather(
-        *(compiler.compile(Constraint("json_schema", text)) for text in (compact, spaced))
+        *(shared_compiler.compile(Constraint("json_schema", text)) for text in (compact, spaced))
     )
     assert one is other
     for bad, reason in (
@@ -123,11 +141,11 @@ async def test_large_sources_have_the_same_canonical_form(compiler: Compiler) ->
         ('{"a":' + " " * 20_000, "line 1, column 20006: not JSON"),
     ):
         with pytest.raises(ConstraintError, match=reason):
-            await compiler.compile(Constraint("json_schema", bad))
+            await shared_compiler.compile(Constraint("json_schema", bad))
 
 
 async def test_the_cache_is_bounded_by_bytes() -> None:
-    compiler = await Compiler.start(str(resolve(None)), cache_bytes=20 << 20)
+    compiler = await start(cache_bytes=20 << 20)
     for i in range(40):
         await compiler.compile(Constraint("regex", f"[a-z]{{{i + 1}}}"))
         assert compiler.cache.bytes <= 20 << 20
@@ -174,7 +192,7 @@ async def test_a_killed_process_costs_one_request_and_is_replaced(compiler: Comp
 
 async def test_others_do_not_wait_for_a_slow_one() -> None:
     limits = Limits(compile_seconds=120.0, source_bytes=4 << 20)
-    compiler = await Compiler.start(str(resolve(None)), limits, processes=2)
+    compiler = await start(limits, processes=2)
     slow = asyncio.create_task(compiler.compile(Constraint("lark", ENDLESS)))
     await _busy_process(compiler)
     assert (await compiler.compile(Constraint("regex", "[a-f]+"))).minimum == 1
@@ -185,7 +203,7 @@ async def test_others_do_not_wait_for_a_slow_one() -> None:
 
 
 async def test_time_is_bounded() -> None:
-    compiler = await Compiler.start(str(resolve(None)), Limits(compile_seconds=1.0, source_bytes=4 << 20))
+    compiler = await start(Limits(compile_seconds=1.0, source_bytes=4 << 20))
     slow = asyncio.create_task(compiler.compile(Constraint("lark", ENDLESS)))
     killed = await _busy_process(compiler)
     with pytest.raises(ConstraintError, match="takes more than 1 seconds"):
@@ -200,7 +218,7 @@ async def test_time_is_bounded() -> None:
 async def test_the_processors_time_is_what_counts() -> None:
     """On a machine that is busy elsewhere a small constraint may take long by the clock."""
     limits = Limits(compile_seconds=0.2, patience=500.0, source_bytes=4 << 20)
-    compiler = await Compiler.start(str(resolve(None)), limits)
+    compiler = await start(limits)
     [process] = compiler._pool._idle
     os.kill(process.pid, signal.SIGSTOP)
     small = asyncio.create_task(compiler.compile(Constraint("regex", "[a-f]+")))
@@ -216,7 +234,7 @@ async def test_the_processors_time_is_what_counts() -> None:
 
 async def test_memory_is_bounded() -> None:
     limits = Limits(compile_memory=16 << 20, compile_seconds=60, source_bytes=4 << 20)
-    compiler = await Compiler.start(str(resolve(None)), limits)
+    compiler = await start(limits)
     with pytest.raises(ConstraintError, match="memory"):
         await compiler.compile(Constraint("lark", ENDLESS))
     assert (await compiler.compile(SMALL)).minimum is not None
@@ -253,28 +271,30 @@ async def test_who_goes_away_leaves_the_others_waiting(compiler: Compiler) -> No
 
 
 async def test_a_full_queue_is_busy() -> None:
-    compiler = await Compiler.start(str(resolve(None)), processes=1, most_waiting=2)
+    compiler = await start(processes=1, most_waiting=2)
     tasks = [asyncio.create_task(compiler.compile(Constraint("regex", f"a{{{i + 1}}}"))) for i in range(3)]
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(result) for result in results if isinstance(result, Exception)] == [CompilerBusy]
     await compiler.close()
 
 
-async def test_best_effort_is_judged_afterwards(compiler: Compiler) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_best_effort_is_judged_afterwards(shared_compiler: Compiler) -> None:
     schema = json.dumps({"type": "array", "items": {"type": "integer"}, "uniqueItems": True})
     with pytest.raises(ConstraintError, match="#/uniqueItems: uniqueItems cannot be enforced"):
-        await compiler.compile(Constraint("json_schema", schema))
+        await shared_compiler.compile(Constraint("json_schema", schema))
     lenient = Constraint("json_schema", schema, best_effort=True)
-    await compiler.compile(lenient)
-    good, bad, broken = [await compiler.check(lenient, text) for text in ("[1,2]", "[1,1]", "[1,")]
+    await shared_compiler.compile(lenient)
+    good, bad, broken = [await shared_compiler.check(lenient, text) for text in ("[1,2]", "[1,1]", "[1,")]
     assert good.valid
     assert not bad.valid
     assert "non-unique" in bad.reason
     assert not broken.valid
-    assert (await compiler.check(Constraint("regex", "a+b"), "aab")).valid
-    assert "not allowed after" in (await compiler.check(Constraint("regex", "a+b"), "aac")).reason
+    assert (await shared_compiler.check(Constraint("regex", "a+b"), "aab")).valid
+    assert "not allowed after" in (await shared_compiler.check(Constraint("regex", "a+b"), "aac")).reason
 
 
+@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     ("schema", "text", "valid", "known"),
     [
@@ -288,14 +308,14 @@ async def test_best_effort_is_judged_afterwards(compiler: Compiler) -> None:
     ],
 )
 async def test_a_verdict_says_what_it_knows(
-    compiler: Compiler, schema: Any, text: str, valid: bool, known: bool
+    shared_compiler: Compiler, schema: Any, text: str, valid: bool, known: bool
 ) -> None:
-    verdict = await compiler.check(Constraint("json_schema", json.dumps(schema), best_effort=True), text)
+    verdict = await shared_compiler.check(Constraint("json_schema", json.dumps(schema), best_effort=True), text)
     assert (verdict.valid, verdict.known) == (valid, known), verdict.reason
 
 
 async def test_a_check_that_never_ends_is_given_up() -> None:
-    compiler = await Compiler.start(str(resolve(None)), Limits(check_seconds=1.0))
+    compiler = await start(Limits(check_seconds=1.0))
     schema = json.dumps({"type": "string", "pattern": "^(a+)+$"})
     verdict = await compiler.check(Constraint("json_schema", schema), json.dumps("a" * 60 + "!"))
     assert not verdict.known
@@ -304,7 +324,7 @@ async def test_a_check_that_never_ends_is_given_up() -> None:
 
 
 async def test_closing_ends_the_processes() -> None:
-    compiler = await Compiler.start(str(resolve(None)))
+    compiler = await start()
     await compiler.compile(SMALL)
     slow = asyncio.create_task(compiler.compile(Constraint("lark", SLOW)))
     process = await _busy_process(compiler)
@@ -334,13 +354,6 @@ async def test_hostile_sources_are_answered(constraint: Constraint, shared_compi
         assert not filled.outcomes[0].error
         filler.close()
     assert (await shared_compiler.compile(SMALL)).minimum is not None
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_compiler() -> AsyncIterator[Compiler]:
-    compiler = await Compiler.start(str(resolve(None)))
-    yield compiler
-    await compiler.close()
 
 
 async def _busy_process(compiler: Compiler) -> Any:

@@ -1,7 +1,7 @@
 """Reads from a wheel of FlashInfer or NIXL the signatures of what the worker calls, without installing or importing it.
 
-python scripts/flashinfer_signatures.py FLASHINFER_WHEEL > tests/gpu_worker/flashinfer_signatures.json
-python scripts/flashinfer_signatures.py NIXL_CU12_WHEEL > tests/gpu_worker/nixl_signatures.json
+python scripts/wheel_signatures.py FLASHINFER_WHEEL > tests/gpu_worker/flashinfer_signatures.json
+python scripts/wheel_signatures.py NIXL_CU12_WHEEL > tests/gpu_worker/nixl_signatures.json
 """
 
 from __future__ import annotations
