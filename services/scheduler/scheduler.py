@@ -136,8 +136,11 @@ class Scheduler:
         core = self.core
         try:
             if worker.guided:
+                core.leading.lead(worker)
                 core.masking.prepare(worker)
             while worker.has_credit and worker in core.fleet and not worker.masking:
+                if worker.inflight and worker.guided and core.leading.holds(worker):
+                    return
                 plan = core.planner.plan(worker)
                 if plan is None:
                     return
