@@ -108,7 +108,8 @@ class FakeEngine:
     epoch: int = 0
     verify: bool = True
     next_step: int = 0
-    ms_per_token: float = 0.0  # what it says a forward takes
+    ms_per_step: float = 0.0  # what it says a forward takes, and each of its tokens besides
+    ms_per_token: float = 0.0
     prefill_tokens: int = 0
     decode_rows: int = 0
     guesses: int = 0  # tokens it was sent as drafts
@@ -180,7 +181,7 @@ class FakeEngine:
             scores=tuple(scores),
             prompt_scores=tuple(prompt_scores),
             errors=tuple(errors),
-            forward_ms=rows * self.ms_per_token,
+            forward_ms=self.ms_per_step + rows * self.ms_per_token,
         )
 
     def _check_groups(self, command: StepCommand, decode: set[int]) -> None:

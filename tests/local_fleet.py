@@ -28,6 +28,7 @@ from tests.local_peers import LocalDetokenizer, LocalEdge, LocalTokenizer, Local
 
 class LocalFleet:
     EPOCH = 7
+    ms_per_token = 0.0  # what its workers say a forward takes
 
     def __init__(self, *, workers: int = 1, hello: dict[str, Any] | None = None, **config: Any) -> None:
         self.clock = ManualClock(1000.0)
@@ -51,6 +52,7 @@ class LocalFleet:
 
     def add_worker(self, worker_id: str, incarnation: int = 1, **changes: Any) -> LocalWorker:
         worker = LocalWorker(worker_hello(worker_id, incarnation, **{**self.hello, **changes}))
+        worker.engine.ms_per_token = self.ms_per_token
         self.workers[worker.key] = worker
         self.worker_edge.peers[worker.key.encode()] = worker.receive
         self.from_worker(worker, worker.hello)

@@ -11,6 +11,7 @@ from services.scheduler.edge import Edge
 from services.scheduler.fleet import Fleet
 from services.scheduler.frontends import Frontends
 from services.scheduler.kv_events import KvEvents
+from services.scheduler.leading import Leading
 from services.scheduler.lifecycle import Lifecycle, abort, error
 from services.scheduler.masking import Masking, Post
 from services.scheduler.metrics import Metrics
@@ -69,6 +70,7 @@ class Core:
             config, self.waiting, self.fleet, self.lifecycle.requests, self.lifecycle.compiling, self.pins, clock
         )
         self.masking = Masking(self.fleet, self.lifecycle, self.metrics, clock, epoch, post)
+        self.leading = Leading(self.masking, self.metrics, self.outbox.touch)
         self.compiling = Compiling(
             config.model_path, self.lifecycle, self.frontends, self.metrics, post, self._compiled, self._vocab_size
         )

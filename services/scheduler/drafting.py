@@ -15,15 +15,13 @@ from __future__ import annotations
 from services.scheduler.foresight import Foresight
 from services.scheduler.inflight import Chunk, InflightStep, StepPlan
 from services.scheduler.odds import Odds
+from services.scheduler.pace import PAUSE_MS
 from services.scheduler.radix_tree import RadixTree
 from services.scheduler.request import Request
 from services.scheduler.seats import Seats
 from services.scheduler.worker import Worker
-from shared import ints
 from shared.messages.step import StepResult
 
-PAUSE_MS = 1.5
-"""What a worker waits for its next step when that is planned after the result."""
 MOST_ROWS = 192
 """Larger steps are prefills, whose rows cost something else."""
 FORESEEN = 512
@@ -48,7 +46,7 @@ class Drafting:
         """A step's result is in."""
         rows = len(step.decode) + sum(chunk.end - chunk.start for chunk in step.chunks)
         if worker.max_drafts and 0 < rows <= MOST_ROWS and result.forward_ms > 0:
-            worker.cost.observe(rows, result.forward_ms, sum(token >= 0 for token in ints.unpack(result.token_ids)))
+            worker.cost.observe(rows, result.forward_ms)
 
     def holds(self, worker: Worker) -> bool:
         """Whether the next step waits for the results of those in flight: then it carries guesses."""
@@ -56,7 +54,7 @@ class Drafting:
             return True  # where the next row begins, only their result says
         if not worker.max_drafts or not worker.cost.known:
             return False
-        price, missing = worker.cost.price(), worker.cost.tokens_in(PAUSE_MS)
+        price, missing = _price(worker), worker.pace.tokens_in(PAUSE_MS)
         for request in worker.running.values():
             if request.foresight is not None and request.dispatched >= request.prefill_end:
                 missing -= self._worth(worker, request, request.foresight, price)[1]
@@ -71,7 +69,7 @@ class Drafting:
             worker.decoding = None
         if not worker.cost.known:
             return []
-        price, chosen = worker.cost.price(), []
+        price, chosen = _price(worker), []
         for request in worker.collect_decoding():
             if request.foresight is None or request.inflight_rows:
                 continue
@@ -123,6 +121,11 @@ class Drafting:
         answer = self._tree.foresee(request.namespace, foresight.text(), worker.key, limit)
         if answer:
             foresight.follow(answer)
+
+
+def _price(worker: Worker) -> float:
+    """Tokens that the time of one row more brings at the pace of late."""
+    return worker.cost.per_row() * worker.pace.tokens_in(1.0)
 
 
 def _may_guess(request: Request) -> bool:

@@ -26,6 +26,12 @@ SLOW_MS = 25.0
 """A mask that takes longer is filled before its row is planned: the other rows go on without it."""
 
 
+FIRST_SPARED = 0.2
+"""Forced runs to each sampled token, as long as nothing is known of a text."""
+REMEMBERED = 32
+"""So many tokens of the text say how many there are."""
+
+
 class Turn(enum.Enum):
     """What a seated request does in the next step."""
 
@@ -41,10 +47,12 @@ class Guide:
         "eos_id",
         "filling",
         "forced",
+        "led_slowly",
         "prepared",
         "resting",
         "sample_at",
         "slow",
+        "spared",
         "state",
         "taken",
     )
@@ -61,6 +69,8 @@ class Guide:
         self.resting = False  # takes no decode row in the next step
         self.slow = False  # its masks take too long for a batch to wait for them
         self.prepared: MaskRow | None = None  # the mask of its next row, filled before that row is planned
+        self.spared = FIRST_SPARED  # rows that one token of it spares where the step behind it waits for it
+        self.led_slowly = False  # taking what must follow takes too long for the loop
 
     def write_opening(self, request: Request, opening: Sequence[int]) -> int:
         """What every text begins with is output before the first step: it is prefilled with the prompt.
@@ -100,6 +110,24 @@ class Guide:
         """Its next row waits for a mask that nobody fills yet."""
         waits = self.slow and self.prepared is None and not self.filling and not self.ending
         return waits and request.inflight_rows == 0 and request.dispatched >= request.prefill_end
+
+    def may_lead(self, request: Request) -> bool:
+        """What its next token forces could be taken before the row behind that is planned."""
+        return (
+            not self.ending
+            and not self.slow
+            and not self.led_slowly
+            and request.sampling.logprobs < 0  # else every token wants a score of its own
+            and request.dispatched >= request.prefill_end
+        )
+
+    def has_news(self, request: Request) -> bool:
+        """There are tokens that nobody has told the state of, and it can be told now."""
+        return self.taken < len(request.output) and not self.filling and self.may_lead(request)
+
+    def count_spared(self, *, spared: bool) -> None:
+        """A token came: whether tokens are forced behind it."""
+        self.spared += (spared - self.spared) / REMEMBERED
 
     def lose_rows(self) -> None:
         """None of its rows comes back."""

@@ -3,6 +3,7 @@
     step t      mask of t allows one token only: the first of the forced ones
     step t + 1  all forced tokens as one prefill row, whose sample is the first free one
 
+Where the step waited for the result before it (leading), the forced tokens are known and stand behind the last one.
 Leaves finding forced tokens to the fill jobs, and decode rows to the planner.
 """
 

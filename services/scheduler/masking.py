@@ -117,6 +117,32 @@ class Masking:
         answer = self._get_filler(vocab_size).judge(guide.state, guide.take_accepted(request))
         answer.add_done_callback(lambda done: self._post(partial(self._judged, request, guide, done.result())))
 
+    def take_lead(self, request: Request, guide: Guide, outcome: RowOutcome) -> None:
+        """Its state was led: what must follow is output before any row is planned."""
+        if outcome.error:
+            self._break_off(request, outcome)
+            return
+        for token in outcome.forced:
+            request.output.append(token)
+            if self.stops(request, token):
+                return
+        guide.taken = len(request.output)
+        if outcome.stopped:
+            self.end(request, Finish(FinishReason.STOP, matched_token=guide.eos_id))
+        elif len(request.output) >= request.max_tokens:
+            self.judge(request)
+
+    def stops(self, request: Request, token: int) -> bool:
+        """End the request where its last token is a stop token."""
+        ends = token in request.stops and len(request.output) > request.min_tokens
+        if ends:
+            self.end(request, Finish(FinishReason.STOP, matched_token=token))
+        return ends
+
+    def _break_off(self, request: Request, outcome: RowOutcome) -> None:
+        log.warning("matcher failed", request_id=request.request_id, detail=outcome.error)
+        self._lifecycle.finish(request, error(f"the constraint could not be followed: {outcome.error}"))
+
     def _get_filler(self, vocab_size: int) -> Filler:
         if self.filler is None:
             self.filler = MaskFiller(-(-vocab_size // WORD_BITS))
@@ -158,8 +184,7 @@ class Masking:
         guide.judge_time(outcome.elapsed_ms)
         self._metrics.mask_row_time.observe(outcome.elapsed_ms / 1e3)
         if outcome.error:
-            log.warning("matcher failed", request_id=request.request_id, detail=outcome.error)
-            self._lifecycle.finish(request, error(f"the constraint could not be followed: {outcome.error}"))
+            self._break_off(request, outcome)
         elif outcome.stopped:
             self.end(request, Finish(FinishReason.STOP, matched_token=guide.eos_id))
         elif owed:

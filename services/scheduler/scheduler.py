@@ -136,9 +136,10 @@ class Scheduler:
         core = self.core
         try:
             if worker.guided:
+                core.leading.lead(worker)
                 core.masking.prepare(worker)
             while worker.has_credit and worker in core.fleet and not worker.masking:
-                if worker.inflight and core.drafting.holds(worker):
+                if worker.inflight and (core.drafting.holds(worker) or core.leading.holds(worker)):
                     return
                 plan = core.planner.plan(worker)
                 if plan is None:

@@ -45,6 +45,7 @@ class Settler:
         self._append(step.decode, tokens[:num_decode].tolist())
         self._settle_chunks(worker, step, tokens[num_decode:].tolist())
         sampled = sum(token >= 0 for token in tokens)
+        worker.pace.observe(result.forward_ms, sampled)
         worker.decoded_tokens += sampled
         self._metrics.count("decode_tokens", sampled)
 
@@ -127,27 +128,21 @@ class Settler:
         if forced and token != forced[0]:
             self._lifecycle.finish(request, error("the worker sampled a token that its mask forbids"))
             return
+        guide.count_spared(spared=bool(forced))
         if request.state is State.RUNNING:
             written = request.prompt_length + len(output) - 1  # the new token has no KV yet
             self._seats.store(request, written - written % self._page_size)
-        if self._stops(request, token):
+        if self._masking.stops(request, token):
             return
         self._metrics.count("forced_tokens", max(len(forced) - 1, 0))
         for known in forced[1:]:
             output.append(known)
-            if self._stops(request, known):
+            if self._masking.stops(request, known):
                 return
         if len(output) >= request.max_tokens:
             self._masking.judge(request)
         elif request.state is not State.RUNNING:
             self._lifecycle.settled(request)
-
-    def _stops(self, request: Request, token: int) -> bool:
-        """End the request where its last token is a stop token."""
-        ends = token in request.stops and len(request.output) > request.min_tokens
-        if ends:
-            self._masking.end(request, Finish(FinishReason.STOP, matched_token=token))
-        return ends
 
     def _settle_chunks(self, worker: Worker, step: InflightStep, tokens: list[int]) -> None:
         sampled = iter(tokens)

@@ -16,24 +16,22 @@ LEAST_SPREAD = 4.0
 class StepCost:
     """Times in ms; rows are tokens of a step."""
 
-    __slots__ = ("_n", "_tokens", "_x", "_xx", "_xy", "_y")
+    __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self._tokens = 0.0
 
-    def observe(self, rows: int, ms: float, tokens: int) -> None:
-        """A step of `rows` tokens took so long and brought `tokens` sampled ones."""
+    def observe(self, rows: int, ms: float) -> None:
+        """A step of `rows` tokens took so long."""
         self._n = self._n * FORGET + 1
         self._x = self._x * FORGET + rows
         self._y = self._y * FORGET + ms
         self._xx = self._xx * FORGET + rows * rows
         self._xy = self._xy * FORGET + rows * ms
-        self._tokens = self._tokens * FORGET + tokens
 
     @property
     def known(self) -> bool:
-        return self._y > 0 and self._tokens > 0
+        return self._y > 0
 
     def per_row(self) -> float:
         """ms that one row more takes."""
@@ -43,11 +41,3 @@ class StepCost:
             return time * FIRST_SHARE / (1 + mean * FIRST_SHARE)
         slope = (self._xy / self._n - mean * time) / spread
         return min(max(slope, 0.0), time / mean)
-
-    def price(self) -> float:
-        """Tokens that the time of one row more brings at the pace of late."""
-        return self.per_row() * self._tokens / self._y
-
-    def tokens_in(self, ms: float) -> float:
-        """Tokens that come in so much time at the pace of late."""
-        return ms * self._tokens / self._y

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from services.scheduler.inflight import InflightStep, SharedGroups
+from services.scheduler.pace import Pace
 from services.scheduler.page_pool import PagePool
 from services.scheduler.request import Request
 from services.scheduler.step_cost import StepCost
@@ -72,6 +73,7 @@ class Worker:
         self.closes: array[int] = array("i")  # slots the next command closes
         self.inflight: deque[InflightStep] = deque()
         self.next_step_id = 0
+        self.pace = Pace()
         self.masking = False  # the masks of its oldest step are being filled
         self.masks_asked = -1  # the last step whose masks were asked for
         self.shortage = 0.0  # how short of pages it was lately, 0 .. 1

@@ -10,6 +10,8 @@ from tests.local_fleet import tokens
 from tests.scheduler.guided_kit import guided_fleet, obey
 from tests.scheduler.test_constrained_requests import DATE, LONG, PERSON, check, submit
 
+pytestmark = pytest.mark.usefixtures("pace")
+
 
 @pytest.mark.parametrize(("budget", "reason"), [(3, FinishReason.LENGTH), (200, FinishReason.STOP)])
 def test_the_end_of_the_budget(budget: int, reason: FinishReason) -> None:

@@ -18,6 +18,8 @@ from tests.local_fleet import LocalFleet, tokens
 from tests.scheduler.constraint.constraint_kit import byte_tokens
 from tests.scheduler.guided_kit import guided_fleet, obey, text_of
 
+pytestmark = pytest.mark.usefixtures("pace")
+
 EOS = (2,)
 DATE = Constraint("regex", "[0-9]{4}-[0-9]{2}-[0-9]{2}")
 LONG = Constraint("choice", '["the quick brown fox jumps over the lazy dog and runs away", "no"]')
@@ -87,7 +89,7 @@ def test_forced_tokens_cost_no_step() -> None:
 def test_what_every_text_begins_with_is_prefilled_with_the_prompt() -> None:
     steps = {}
     for openings in (False, True):
-        fleet, _, _ = guided_fleet(openings=openings)
+        fleet, _, _ = guided_fleet(openings=openings, hello={"max_inflight_steps": 1})
         [worker] = fleet.workers.values()
         rid = submit(fleet, tokens(20), PERSON)
         fleet.turn()

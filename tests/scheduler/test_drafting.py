@@ -14,7 +14,7 @@ DRAFTS = 7
 def guessing_fleet(**options: object) -> LocalFleet:
     fleet = LocalFleet(hello={"max_drafts": DRAFTS, "max_slots": 8}, **options)  # type: ignore[arg-type]
     for worker in fleet.workers.values():
-        worker.engine.ms_per_token = 20.0
+        worker.engine.ms_per_step = 20.0
     return fleet
 
 
@@ -77,7 +77,7 @@ def test_stop_tokens_and_limits_within_guesses() -> None:
 def test_a_pool_that_is_too_small_cuts_guesses_and_not_answers() -> None:
     fleet = LocalFleet(hello={"max_drafts": 15, "max_slots": 8, "num_pages": 14, "page_size": 4}, page_size=4)
     [worker] = fleet.workers.values()
-    worker.engine.ms_per_token = 1.0
+    worker.engine.ms_per_step = 20.0
     let_guess(fleet, 15)
     rids = [fleet.submit(tokens(5, seed=i), 30) for i in range(6)]
     fleet.run()

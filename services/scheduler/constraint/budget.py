@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from services.scheduler.constraint.completion import Search, TokenOrder, allowed
+from services.scheduler.constraint.completion import Search, TokenOrder, allowed, first_allowed
 from services.scheduler.constraint.matcher import MaskRow, Matcher
 
 _TRIED = 300  # tokens tried in one mask
@@ -146,7 +146,7 @@ class BudgetGuard:
     def _tried(self, row: MaskRow) -> list[int]:
         """Allowed tokens in the order in which they are tried: the promising ones, then the common ones."""
         first = self._order.candidates(row)
-        others = allowed(row, self._order.vocabulary)[:_TRIED].tolist()
+        others = first_allowed(row, self._order.vocabulary, _TRIED).tolist()
         known = {*self._order.vocabulary.eos_ids, *self._after}
         return [token for token in dict.fromkeys([*first, *others]) if token not in known]
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import IO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.scheduler.constraint.canonical import canonical, read_json
 from services.scheduler.constraint.completion import DEAD_END, Search, TokenOrder, allowed
@@ -137,7 +138,7 @@ class Worker:
         for _ in range(_WALK):
             ids: Sequence[int] = trial.forced_tokens()
             if not ids and trial.fill_mask(self._row):
-                going_on = np.setdiff1d(allowed(self._row, self._vocabulary), self._vocabulary.eos_ids)
+                going_on = self._without_ends(allowed(self._row, self._vocabulary))
                 ids, drawn = draw.choice(going_on, 1).tolist() if going_on.size else (), True
             if not ids or not trial.advance(ids) or trial.is_stopped:
                 break
@@ -146,6 +147,9 @@ class Worker:
         if trial.error.startswith(DEAD_END) and not drawn:
             raise BadSource("no text satisfies it")  # what every text begins with leads nowhere
         return "" if trial.error.startswith(DEAD_END) else trial.error
+
+    def _without_ends(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        return tokens[np.isin(tokens, self._vocabulary.eos_ids, invert=True)]
 
 
 def memory() -> int:

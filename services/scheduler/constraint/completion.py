@@ -102,7 +102,7 @@ class TokenOrder:
             for token in group[is_set(row, group)][:most]:
                 found[int(token)] = None
         if len(found) < 3:
-            for token in allowed(row, self.vocabulary)[: _WIDTH - len(found)]:
+            for token in first_allowed(row, self.vocabulary, _WIDTH - len(found)):
                 found[int(token)] = None
         return [token for token in found if token not in self.vocabulary.eos_ids][:_WIDTH]
 
@@ -119,6 +119,15 @@ def allowed(row: MaskRow, vocabulary: Vocabulary) -> NDArray[np.int64]:
     """The ids whose bits are set, ascending."""
     bits = np.unpackbits(row[: vocabulary.words].view(np.uint8), bitorder="little", count=vocabulary.size)
     return np.flatnonzero(bits)
+
+
+def first_allowed(row: MaskRow, vocabulary: Vocabulary, most: int) -> NDArray[np.int64]:
+    """As `allowed`, but `most` of them at most: the lowest."""
+    words = np.flatnonzero(row[: vocabulary.words])[:most]
+    bits = np.unpackbits(row[words].view(np.uint8), bitorder="little").reshape(len(words), WORD_BITS)
+    where, bit = np.nonzero(bits)
+    ids = words[where] * WORD_BITS + bit
+    return ids[ids < vocabulary.size][:most]
 
 
 def is_set(row: MaskRow, ids: NDArray[np.int64]) -> NDArray[np.bool_]:

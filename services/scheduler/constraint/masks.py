@@ -138,6 +138,26 @@ def fill_row(job: RowJob, row: NDArray[np.int32]) -> RowOutcome:
     return RowOutcome(forced, stopped, error, 1e3 * (time.perf_counter() - started))
 
 
+def lead_row(state: ConstraintState, accepted: tuple[int, ...], budget: int) -> RowOutcome:
+    """Take `accepted` and what must follow; unlike those of `fill_row` these forced tokens are the state's own now.
+
+    Like `fill_row` it never raises. The time is the processor's: the loop's thread does it itself.
+    """
+    started = time.thread_time()
+    forced: tuple[int, ...] = ()
+    stopped = False
+    try:
+        error = "" if state.advance(accepted) else state.error or "the token is not allowed"
+        if not error:
+            forced = state.take_forced(budget)
+            error, stopped = state.error, state.is_stopped
+    except Exception as failure:  # as in fill_row: it concerns this request alone
+        error = f"{type(failure).__name__}: {failure}"
+    if error:
+        forced, stopped = (), False
+    return RowOutcome(forced, stopped, error, 1e3 * (time.thread_time() - started))
+
+
 def judge_row(state: ConstraintState, accepted: tuple[int, ...]) -> RowOutcome:
     """The verdict on a text that has its last token; like `fill_row` it never raises."""
     try:

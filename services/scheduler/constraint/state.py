@@ -84,6 +84,13 @@ class ConstraintState:
             self._guard.restrict(self._matcher, budget, row)
         return ()
 
+    def take_forced(self, budget: int) -> tuple[int, ...]:
+        """Advance by the tokens that must follow, `budget` of them at most; which those are."""
+        if not self.begun or not self._jump_forward:
+            return ()
+        forced = self._forced = tuple(self._matcher.forced_tokens()[: max(budget, 0)])
+        return forced if self.advance(forced) else ()
+
     def fork(self) -> ConstraintState:
         """An independent copy, for another choice of the same prompt."""
         guard = self._guard.fork() if self._guard is not None else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 WORD_BITS = 32
+_SHORT = 64  # characters of a text whose tokens are remembered: names and marks that a grammar writes again and again
+_REMEMBERED = 4096
 
 
 class VocabularyError(ValueError):
@@ -84,11 +87,15 @@ class _TokenSource:
             for token, text in enumerate(all_bytes)
         ]
         self._tokenizer = tokenizer
+        self._encode_often = lru_cache(_REMEMBERED)(self._encode)
 
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self._encode(text) if len(text) > _SHORT else self._encode_often(text))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def _text_bytes(table: LLTokenizer, token: int) -> bytes:

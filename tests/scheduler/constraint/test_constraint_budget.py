@@ -18,7 +18,7 @@ from radixfleet.models import resolve
 from services.scheduler.constraint.budget import BudgetGuard, Ending
 from services.scheduler.constraint.canonical import canonical
 from services.scheduler.constraint.compile_worker import Worker
-from services.scheduler.constraint.completion import allowed
+from services.scheduler.constraint.completion import allowed, first_allowed
 from services.scheduler.constraint.errors import ConstraintError
 from services.scheduler.constraint.grammar import CompiledGrammar
 from services.scheduler.constraint.llguidance_matcher import LLGuidanceMatcher
@@ -302,3 +302,13 @@ def test_the_larger_of_two_types_is_a_choice() -> None:
     assert largest_step({"type": ["null", "string"], "minLength": 60}, 64) > 120
     assert largest_step({"type": ["integer", "array"], "minItems": 30, "items": {"type": "string"}}, 64) > 60
     assert largest_step({"type": "string", "minLength": 60}, 64) < 60
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.01, 0.9, 1.0])
+def test_the_first_allowed_tokens_are_the_lowest(share: float) -> None:
+    rng = np.random.default_rng(1)
+    words = vocabulary().words
+    row = np.packbits(rng.random(words * 32) < share, bitorder="little").view(np.int32)
+    every = allowed(row, vocabulary()).tolist()
+    for most in (0, 1, 10, 300):
+        assert first_allowed(row, vocabulary(), most).tolist() == every[:most]
