@@ -164,7 +164,7 @@ class FakeEngine:
         self._check(len(set(seen)) == len(seen), f"a slot has two rows: {seen}")
         self._check(rows <= self.hello.max_batched_tokens, f"{rows} tokens in one step")
         if self.verify:
-            self._check_groups(command, set(decode))
+            self._check_groups(command, {*decode, *(row.slot for row in command.prefills if row.drafts)})
         tokens: list[int] = []
         scores: list[RowScores] = []
         prompt_scores: list[RowScores] = []

@@ -39,6 +39,15 @@ def build_batch(
     logit_rows = [indptr[rows.sampling + 1] - 1 - rows.behind]
     logit_rows += [indptr[s.row] + s.first + np.arange(len(s.targets)) for s in rows.spans]
     groups = _groups(rows, command, slots) if command.group_sizes else []
+    tables = slots.table[:, : width if with_tables else 0][rows.slots]
+    if rows.drafts and groups:
+        spread = _spread(rows, groups)
+        groups = [(_pieces(spread, members), count) for members, count in groups]
+        indptr, lengths, tables = (
+            _cut(spread, indptr),
+            _ends(spread, lengths),
+            np.repeat(tables, spread, axis=0),
+        )
     host = HostColumns(
         qo_indptr=indptr.astype(np.int32),
         kv_lengths=lengths.astype(np.int32),
@@ -50,7 +59,7 @@ def build_batch(
         positions=_on(device, positions),
         qo_indptr=_on(device, host.qo_indptr),
         kv_lengths=_on(device, host.kv_lengths),
-        page_tables=_on(device, slots.table[:, : width if with_tables else 0][rows.slots]),
+        page_tables=_on(device, tables),
         kv_slots=_on(device, pages * page_size + positions % page_size),
         logit_rows=_on(device, np.concatenate(logit_rows)),
         num_decode_rows=rows.num_decode,
@@ -62,6 +71,7 @@ def build_batch(
 def _groups(rows: StepRows, command: StepCommand, slots: Slots) -> list[tuple[NDArray[np.int32], int]]:
     """Of each group with two rows or more: its rows and the number of pages they share. Inner after outer ones."""
     row_of = {slot: row for row, slot in enumerate(rows.slots[: rows.num_decode].tolist())}
+    row_of |= {draft.slot: int(rows.sampling[draft.first]) for draft in rows.drafts}
     groups: list[tuple[NDArray[np.int32], int]] = []
     for members, start, count in _nesting(command.group_slots, command.group_sizes, command.group_pages):
         present = [row_of[slot] for slot in members if slot in row_of]
@@ -111,6 +121,32 @@ def _require_shared(members: Ints, start: int, count: int, slots: Slots) -> None
     shared = slots.table[:, start:count][members]
     if (shared != shared[0]).any():
         raise ProtocolError("the pages of a shared group differ")
+
+
+def _spread(rows: StepRows, groups: list[tuple[NDArray[np.int32], int]]) -> Ints:
+    """Rows [R] of the batch that each row becomes. Grouped rows have one token each: one with guesses is as many rows.
+
+    Each of its tokens sees what it would see in one row, for K and V of all are written before any is read.
+    """
+    spread = np.ones(rows.num_rows, dtype=np.int64)
+    members = np.concatenate([members for members, _ in groups])
+    spread[members] = rows.lengths[members]
+    return spread
+
+
+def _pieces(spread: Ints, members: NDArray[np.int32]) -> NDArray[np.int32]:
+    first = np.cumsum(spread) - spread
+    return np.concatenate([np.arange(first[m], first[m] + spread[m], dtype=np.int32) for m in members])
+
+
+def _cut(spread: Ints, indptr: Ints) -> Ints:
+    lengths = np.repeat(np.where(spread > 1, 1, np.diff(indptr)), spread)
+    return np.concatenate([indptr[:1], np.cumsum(lengths)])
+
+
+def _ends(spread: Ints, lengths: Ints) -> Ints:
+    last = np.repeat(np.cumsum(spread), spread)  # behind the row's last piece
+    return np.repeat(lengths, spread) - (last - 1 - np.arange(len(last)))
 
 
 def _on(device: torch.device, values: NDArray) -> torch.Tensor:

@@ -50,7 +50,7 @@ class Runner(Protocol):
 class StepStats:
     """What the last step was, for gauges."""
 
-    decode_rows: int = 0
+    decode_rows: int = 0  # of a row with guesses each token that counts
     prefill_rows: int = 0
     tokens: int = 0
     forward_ms: float = 0.0
@@ -99,8 +99,8 @@ class Engine:
         if logits is not None:
             self._finish(rows, logits, held, outcome)
         self.stats = StepStats(
-            decode_rows=rows.num_decode,
-            prefill_rows=rows.num_rows - rows.num_decode,
+            decode_rows=rows.num_decode + sum(outcome.count(d.outputs) for d in rows.drafts),
+            prefill_rows=rows.num_rows - rows.num_decode - len(rows.drafts),
             tokens=int(rows.lengths.sum()),
             forward_ms=(forwarded - started) * 1e3,
             mask_wait_ms=(waited - forwarded) * 1e3 if command.masked_slots else 0.0,

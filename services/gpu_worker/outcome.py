@@ -38,6 +38,10 @@ class Outcome:
         """Whether `fail` was called for the slot in this step."""
         return slot in self._errors
 
+    def count(self, outputs: slice) -> int:
+        """How many of these have a token."""
+        return int((self.tokens[outputs] >= 0).sum())
+
     def add_scores(self, output: int, scores: Scores) -> None:
         """Scores of the sampled token at index `output`."""
         self._scores.append(RowScores(row=output, scores=scores))

@@ -41,6 +41,7 @@ class DraftRow:
     slot: int
     first: int  # of its samples, index into `sampling`
     guesses: list[int]
+    outputs: slice  # of its samples, indices in the result's token_ids
 
 
 @dataclass(slots=True)
@@ -130,7 +131,8 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
         if prefill.sample and slots.remaining[slot] > 0:
             if prefill.drafts:
                 guesses = tokens[-prefill.drafts :].tolist()
-                rows.drafts.append(DraftRow(slot, rows.num_decode + len(sampling), guesses))
+                outs = slice(output, output + 1 + len(guesses))
+                rows.drafts.append(DraftRow(slot, rows.num_decode + len(sampling), guesses, outs))
             samples = range(1 + prefill.drafts)
             sampling += [row] * len(samples)
             behind += reversed(samples)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import structlog
 
 from services.scheduler.drafting import Drafting
-from services.scheduler.groups import refresh
+from services.scheduler.groups import REFRESH_STEPS, REFRESH_STEPS_OF_GUESSES, refresh
 from services.scheduler.inflight import Chunk, StepPlan
 from services.scheduler.jumping import add_jumps, choose_turns
 from services.scheduler.lifecycle import Lifecycle, error
@@ -57,7 +57,7 @@ class Planner:
         jumps = choose_turns(worker) if worker.guided else []
         drafts = self._drafting.choose(worker) if worker.max_drafts else []
         self._grow(plan, worker, [*worker.collect_decoding(), *jumps, *drafts])
-        self._decode(plan, worker)
+        self._decode(plan, worker, drafts)
         self._drafting.add(plan, worker, drafts)
         add_jumps(plan, worker, self._seats, jumps)
         self._continue_prefills(plan, worker)
@@ -102,12 +102,15 @@ class Planner:
         worker.shortage = min(worker.shortage + SHORTAGE_STEP, SHORTAGE_MAX)
         self._lifecycle.suspend(victim)
 
-    def _decode(self, plan: StepPlan, worker: Worker) -> None:
+    def _decode(self, plan: StepPlan, worker: Worker, drafts: list[Request]) -> None:
         rows = worker.collect_decoding()
         plan.decode, plan.decode_slots = rows, worker.decode_slots
         plan.budget -= len(rows)
-        if len(rows) > 1:
-            plan.groups = refresh(worker, rows, worker.next_step_id)
+        reading = [*rows, *(request for request in drafts if request.worker is worker)] if drafts else rows
+        if len(reading) > 1:
+            plan.groups = refresh(
+                worker, reading, worker.next_step_id, REFRESH_STEPS_OF_GUESSES if drafts else REFRESH_STEPS
+            )
         ends = False
         for request in rows:
             position = request.dispatched

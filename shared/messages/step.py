@@ -92,8 +92,9 @@ class PrefillRow(Message, frozen=True):
 
 
 class StepCommand(Message, frozen=True, tag=33):
-    """Groups of decode rows that share pages are nested: two of them have no slot in common, or the later one's slots
-    are among the earlier one's and it has more pages. A slot may be named that has no row, so that groups outlive rows.
+    """Groups of decode rows, and of rows with drafts, that share pages are nested: two of them have no slot in common,
+    or the later one's slots are among the earlier one's and it has more pages. A slot may be named that has no row, so
+    that groups outlive rows.
     """
 
     step_id: int  # dense per worker and epoch, from 0

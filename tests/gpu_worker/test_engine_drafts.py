@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -169,3 +170,32 @@ def test_a_masked_row_has_no_guesses() -> None:
     bench.masks[1] = (pack([0]), np.full(4, 0xFFFFFFFF, "<u4").tobytes())
     with pytest.raises(ProtocolError):
         bench.guess(first, [1, 2], masked_slots=pack([0]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_rows_with_guesses_are_grouped_as_rows_of_one_token(data: st.DataObject) -> None:
+    """What the attention is given: the same tokens and what each of them sees, one row for each grouped one."""
+    bench, count = DraftBench(slots=4), 4
+    for slot in range(count):
+        opened = open_slot(slot, 9, [40, 41, 12 * slot, 12 * slot + 1, 12 * slot + 2, 12 * slot + 3], computed=0)
+        bench.step(opens=(opened,), prefills=(prefill(slot, [*PROMPT, 1, slot]),))
+    guesses = {slot: data.draw(st.integers(0, DRAFTS)) for slot in range(count)}
+    members = data.draw(st.lists(st.sampled_from(range(count)), min_size=2, unique=True))
+    rows = tuple(prefill(slot, [7, *range(n)], drafts=n) for slot, n in guesses.items() if n)
+    decode = [slot for slot, n in guesses.items() if not n]
+    bench.step(
+        decode, prefills=rows, group_slots=pack(members), group_sizes=pack([len(members)]), group_pages=pack([2])
+    )
+    batch = bench.runner.batches[-1]
+    order = [*((slot, 1) for slot in decode), *((row.slot, row.drafts + 1) for row in rows)]
+    indptr, lengths = batch.qo_indptr.tolist(), batch.kv_lengths.tolist()
+    expected, grouped = [], []
+    for slot, size in order:
+        pieces = [(1, 9 + i + 1) for i in range(size)] if slot in members else [(size, 9 + size)]
+        grouped += range(len(expected), len(expected) + len(pieces)) if slot in members else []
+        expected += [(n, end, slot) for n, end in pieces]
+    assert [b - a for a, b in itertools.pairwise(indptr)] == [n for n, _, _ in expected]
+    assert lengths == [end for _, end, _ in expected]
+    assert [row[2].item() for row in batch.page_tables] == [12 * slot for _, _, slot in expected]
+    assert [sorted(group.rows.tolist()) for group in batch.groups] == [grouped]
