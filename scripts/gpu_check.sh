@@ -33,8 +33,8 @@ mkdir -p "$out"
 began=$SECONDS failed=0
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1
 
-# step NAME SECONDS COMMAND...: within its own time and what is left of all
-step() {
+# attempt NAME SECONDS COMMAND...: within its own time and what is left of all; what is to be said of it goes to a file
+attempt() {
     local name=$1 limit=$(($2 * scale)) left=$((total - (SECONDS - began))) start=$SECONDS code
     shift 2
     [ "$left" -lt "$limit" ] && limit=$left
@@ -46,14 +46,48 @@ step() {
         code=$?
     fi
     if [ $code -eq 0 ]; then
-        printf 'PASS  %-10s %4d s  %s\n' "$name" $((SECONDS - start)) "$(tail -n 1 "$out/$name.log")"
+        printf 'PASS  %-10s %4d s  %s\n' "$name" $((SECONDS - start)) "$(tail -n 1 "$out/$name.log")" >"$out/$name.said"
         return 0
     fi
-    failed=$((failed + 1))
     [ $code -eq 124 ] || [ $code -eq 137 ] && echo "not done in $limit s" >>"$out/$name.log"
-    printf 'FAIL  %-10s %4d s  exit %d\n' "$name" $((SECONDS - start)) $code
-    tail -n 12 "$out/$name.log" | sed 's/^/      /'
+    {
+        printf 'FAIL  %-10s %4d s  exit %d\n' "$name" $((SECONDS - start)) $code
+        tail -n 12 "$out/$name.log" | sed 's/^/      /'
+    } >"$out/$name.said"
     return 1
+}
+
+# step NAME SECONDS COMMAND...
+step() {
+    attempt "$@"
+    said "$1" $?
+}
+
+# said NAME CODE
+said() {
+    cat "$out/$1.said"
+    [ "$2" -eq 0 ] && return 0
+    failed=$((failed + 1))
+    return 1
+}
+
+# beside NAME SECONDS COMMAND...: on a CPU while the one before it still runs; a GPU does one thing at a time
+before=""
+beside() {
+    if [ "$device" != cpu ]; then
+        step "$@"
+        return
+    fi
+    attempt "$@" &
+    local begun=$1:$!
+    settle
+    before=$begun
+}
+settle() {
+    [ -z "$before" ] && return
+    wait "${before#*:}"
+    said "${before%%:*}" $?
+    before=""
 }
 
 if [ -n "$wheels" ]; then
@@ -69,7 +103,7 @@ step model 60 "$python" -m scripts.gpu_check.prepare model --model "$model" --ou
 model=$(tail -n 1 "$out/model.log")
 
 check() {
-    step "$1" "$2" "$python" -m scripts.gpu_check.checks "$1" --model "$model" --device "$device" $quick
+    beside "$1" "$2" "$python" -m scripts.gpu_check.checks "$1" --model "$model" --device "$device" $quick
 }
 check kernels 200
 # What the fake of FlashInfer stands for elsewhere, asked of the card.
@@ -82,7 +116,8 @@ check sampling 30
 check resume 60
 check masks 45
 check fp8 75
-step layers 45 "$python" -m scripts.gpu_check.layers --device "$device" $quick
+beside layers 45 "$python" -m scripts.gpu_check.layers --device "$device" $quick
+settle
 step benchmark 200 "$python" benchmarks/gpu.py --model "$model" --device "$device" $quick --write "$out/gpu.json"
 [ -s "$out/benchmark.log" ] && grep -v '^20.*\[info' "$out/benchmark.log"
 echo "$failed steps failed, $((SECONDS - began)) s in all; logs in $out"
