@@ -2,7 +2,8 @@
 // while their softmax does. Leaves single tiles to engine_amx.h; the bits are those of single tiles.
 //
 // Where both hardware threads of a core are busy, loads of tiles and products hardly overlap, and every change from one
-// kind to the other waits: so four loads go together, then four products, with vector work between the products.
+// kind to the other waits: so four loads go together, then four products, with vector work between the products. S stays in
+// the nearest cache and K and V pass by it.
 #pragma once
 
 #include "softmax.h"
@@ -37,8 +38,8 @@ struct TwoTiles {
     if (Chunks > 1) load_tile<7>(q1 + kTileWords, 64);
     for (int t = 0; t < tiles; t++, s0 += kTileWords, s1 += kTileWords) {
       ahead.step();
-      load_tile<2>(key_tiles[t], stride);
-      if (Chunks > 1) load_tile<3>(key_tiles[t] + 16, stride);
+      load_tile_once<2>(key_tiles[t], stride);
+      if (Chunks > 1) load_tile_once<3>(key_tiles[t] + 16, stride);
       zero_tile<0>();
       zero_tile<1>();
       multiply<0, 2, 4>();
@@ -57,8 +58,8 @@ struct TwoTiles {
   }
 
   static void load_step(const uint32_t* p0, const uint32_t* p1, const uint32_t* v) {
-    load_tile<4>(v, 64);
-    load_tile<5>(v + kTileWords, 64);
+    load_tile_once<4>(v, 64);
+    load_tile_once<5>(v + kTileWords, 64);
     load_tile<6>(p0, 64);
     load_tile<7>(p1, 64);
   }
