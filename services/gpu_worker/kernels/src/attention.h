@@ -47,7 +47,7 @@ struct Attention {
     queries = (Word*)carve((size_t)kMaxItemTiles * key_words * kLanes * 4);
     states = (float*)carve(kMaxItemTiles * state_floats * 4);
     scores = (float*)carve(2 * kBlock * kLanes * 4);
-    block = (float*)carve(state_floats * 4);
+    block = (float*)carve(2 * state_floats * 4);
     keys = (Word*)carve((size_t)kBlock * key_words * 4);
     values = (Word*)carve((size_t)kBlock * width * 4);
     staging = (Word*)carve((size_t)kLanes * padded(head_dim, 32) * 4);
@@ -88,6 +88,7 @@ struct Attention {
 
   // Whether the engine has a form of its own for so few lanes.
   static constexpr bool kHasFew = !std::is_void<typename Engine::Few>::value;
+  static constexpr bool kHasTwo = !std::is_void<typename Engine::Two>::value;
   bool few(const Item& item) const {
     if constexpr (kHasFew) return Engine::Few::takes(item.lanes, head_dim);
     return false;
@@ -191,26 +192,57 @@ struct Attention {
     return end > start && limit > visible.min_first ? end - start : 0;
   }
 
-  void finish_tile(const Item& item, const Visible& visible, int tile, float* s, int b, int count) {
-    Split* split = item.split >= 0 ? &batch.splits[item.split] : nullptr;
-    float* result = split ? partial(*split, tile, b) : block;
+  // Where the block's result of a tile goes: to be merged at once, or later in the order of the blocks.
+  float* result_of(const Item& item, int tile, int b) const {
+    if (item.split >= 0) return partial(batch.splits[item.split], tile, b);
+    return block + tile % 2 * state_floats;
+  }
+  void merge_result(const Item& item, int tile, const float* result) const {
+    if (item.split < 0) merge(item, states + tile * state_floats, result);
+  }
+
+  void run_tile(const Item& item, const Visible& visible, int tile, int b, int seen) {
+    const int count = padded(seen, 16);
+    const Word* q = queries + (int64_t)tile * key_words * kLanes;
+    float* result = result_of(item, tile, b);
     if (count == 0) {
-      if (split) clear_state(result, width);
+      if (item.split >= 0) clear_state(result, width);
       return;
     }
-    attend(item, s, start_of(item, b), padded(count, 16), live_lanes(item, tile), visible, result);
-    if (!split) merge(item, states + tile * state_floats, block);
+    if (!scores_of_few(item, q, count))
+      Engine::scores(q, key_tiles, count, head_dim, scores, (live_lanes(item, tile) + kWidth - 1) / kWidth, ahead);
+    attend(item, scores, start_of(item, b), count, live_lanes(item, tile), visible, result);
+    merge_result(item, tile, result);
   }
 
   // Whether the item has few lanes: then these are their scores.
-  bool scores_of_few(const Item& item, const Word* q, int count, float* s) {
+  bool scores_of_few(const Item& item, const Word* q, int count) {
     if constexpr (kHasFew) {
-      if (few(item) && count) Engine::Few::scores(q, key_tiles, count, head_dim, s, ahead);
+      if (few(item)) Engine::Few::scores(q, key_tiles, count, head_dim, scores, ahead);
     }
     return few(item);
   }
 
-  // Tiles go two by two: with small heads they share the loads of K.
+  // Tiles `tile` and the one after it, of which one sees `seen` keys and the other no more.
+  template <class Two = typename Engine::Two>
+  void run_two(const Item& item, const Visible* visible, int tile, int b, int seen) {
+    const int count = padded(seen, 16), stepped = padded(count, 32);
+    const Word* q = queries + (int64_t)tile * key_words * kLanes;
+    float *s[2] = {scores, scores + kBlock * kLanes}, tops[2 * kLanes], factor = call.scale * 1.4426950408889634f;
+    float* results[2] = {result_of(item, tile, b), result_of(item, tile + 1, b)};
+    Engine::scores_of_two(q, q + key_words * kLanes, key_tiles, count, head_dim, s[0], s[1], tops, ahead);
+    if (call.soft_cap > 0) factor = 1.4426950408889634f;
+    for (int i = 0; i < 2; i++) {
+      if (call.soft_cap > 0) cap_scores(s[i], count * kLanes, call.scale, call.soft_cap);
+      const bool masked = mask_scores(s[i], count, start_of(item, b), visible[tile + i]);
+      if (masked || call.soft_cap > 0) store(tops + i * kLanes, column_maximum(s[i], count));
+      for (int k = count * kLanes; k < stepped * kLanes; k += kWidth) store(s[i] + k, splat(-INFINITY));
+    }
+    Two::weighted(s[0], s[1], tops, values, stepped, head_dim, factor, results[0], results[1], ahead);
+    for (int i = 0; i < 2; i++) merge_result(item, tile + i, results[i]);
+  }
+
+  // Tiles go two by two where the engine has a form for it.
   void run_block(const Item& item, const Visible* visible, int tiles, int b) {
     int counts[kMaxItemTiles + 1] = {}, most = 0;
     for (int t = 0; t < tiles; t++) {
@@ -218,18 +250,15 @@ struct Attention {
       most = counts[t] > most ? counts[t] : most;
     }
     if (most) load_block(item, start_of(item, b), most);
-    for (int t = 0; t < tiles; t += 2) {
-      const Word *q0 = queries + (int64_t)t * key_words * kLanes, *q1 = q0 + key_words * kLanes;
-      float *s0 = scores, *s1 = scores + kBlock * kLanes;
-      const int count0 = padded(counts[t], 16), count1 = padded(counts[t + 1], 16);
-      if (count0 == count1 && count0) {
-        Engine::scores_of_two(q0, q1, key_tiles, count0, head_dim, s0, s1, ahead);
-      } else if (!scores_of_few(item, q0, count0, s0)) {
-        if (count0) Engine::scores(q0, key_tiles, count0, head_dim, s0, (live_lanes(item, t) + kWidth - 1) / kWidth, ahead);
-        if (count1) Engine::scores(q1, key_tiles, count1, head_dim, s1, kVectors, ahead);
+    for (int t = 0; t < tiles; t++) {
+      if constexpr (kHasTwo) {
+        if (counts[t] && counts[t + 1]) {
+          run_two(item, visible, t, b, counts[t] > counts[t + 1] ? counts[t] : counts[t + 1]);
+          t++;
+          continue;
+        }
       }
-      finish_tile(item, visible[t], t, s0, b, counts[t]);
-      if (t + 1 < tiles) finish_tile(item, visible[t + 1], t + 1, s1, b, counts[t + 1]);
+      run_tile(item, visible[t], t, b, counts[t]);
     }
   }
 

@@ -15,7 +15,7 @@ namespace radixfleet {
 
 size_t scratch_bytes(int head_dim) {
   const size_t wide = padded(head_dim, 32), state = partial_floats(head_dim) * 4;
-  return kMaxItemTiles * (wide * kLanes * 4 + state) + 2 * (size_t)kBlock * kLanes * 4 + state + 2 * kBlock * wide * 4 +
+  return kMaxItemTiles * (wide * kLanes * 4 + state) + 2 * (size_t)kBlock * kLanes * 4 + 2 * state + 2 * kBlock * wide * 4 +
          kLanes * wide * 4 + kBlock * 16 + 16 * 64;
 }
 

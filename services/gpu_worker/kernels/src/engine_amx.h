@@ -13,6 +13,7 @@
 #include "engine_vector.h"
 #include "few_lanes_amx.h"
 #include "tiles.h"
+#include "two_tiles_amx.h"
 
 namespace radixfleet {
 namespace {
@@ -20,6 +21,7 @@ namespace {
 struct AmxEngine : PairEngine {
   static constexpr bool kNarrow = true;
   using Few = FewLanes;
+  using Two = TwoTiles;
   static constexpr int kKeyStep = 32;
   static void begin() { full_tiles(); }
   static void end() { release_tiles(); }
@@ -50,32 +52,6 @@ struct AmxEngine : PairEngine {
         for (int d = 0; d < head_dim; d += 32, to += 2 * kTileWords)
           interleave(at(even, d), at(odd, d), head_dim - d, to, to + kTileWords);
       }
-    }
-  }
-
-  // Head sizes up to 64: the queries of two tiles stay in registers 4-7.
-  template <int Chunks>
-  static void scores_resident_two(const uint32_t* q0, const uint32_t* q1, const uint32_t* const* key_tiles, int tiles,
-                                  float* s0, float* s1, AheadKeys& ahead) {
-    constexpr int64_t stride = Chunks * 64;
-    load_tile<4>(q0, 64);
-    load_tile<6>(q1, 64);
-    if (Chunks > 1) {
-      load_tile<5>(q0 + kTileWords, 64);
-      load_tile<7>(q1 + kTileWords, 64);
-    }
-    for (int t = 0; t < tiles; t++) {
-      ahead.step();
-      load_tile<2>(key_tiles[t], stride);
-      if (Chunks > 1) load_tile<3>(key_tiles[t] + 16, stride);
-      zero_tile<0>();
-      multiply<0, 2, 4>();
-      if (Chunks > 1) multiply<0, 3, 5>();
-      zero_tile<1>();
-      multiply<1, 2, 6>();
-      if (Chunks > 1) multiply<1, 3, 7>();
-      store_tile<0>(s0 + t * kTileWords, 64);
-      store_tile<1>(s1 + t * kTileWords, 64);
     }
   }
 
@@ -147,12 +123,15 @@ struct AmxEngine : PairEngine {
       default: return scores_streamed(q, key_tiles, tiles, chunks, s, ahead);
     }
   }
+  // tops [2][16 lanes]: the largest scores.
   static void scores_of_two(const uint32_t* q0, const uint32_t* q1, const uint32_t* const* key_tiles, int count,
-                            int head_dim, float* s0, float* s1, AheadKeys& ahead) {
-    if (head_dim <= 32) return scores_resident_two<1>(q0, q1, key_tiles, count / 16, s0, s1, ahead);
-    if (head_dim <= 64) return scores_resident_two<2>(q0, q1, key_tiles, count / 16, s0, s1, ahead);
+                            int head_dim, float* s0, float* s1, float* tops, AheadKeys& ahead) {
+    if (head_dim <= 32) return TwoTiles::scores<1>(q0, q1, key_tiles, count / 16, s0, s1, tops, ahead);
+    if (head_dim <= 64) return TwoTiles::scores<2>(q0, q1, key_tiles, count / 16, s0, s1, tops, ahead);
     scores(q0, key_tiles, count, head_dim, s0, 0, ahead);
     scores(q1, key_tiles, count, head_dim, s1, 0, ahead);
+    store(tops, column_maximum(s0, count));
+    store(tops + kLanes, column_maximum(s1, count));
   }
 
   // Accumulator C of one tile of O over two steps of 32 keys (or one, when v1 is null).

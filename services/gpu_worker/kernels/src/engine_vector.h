@@ -55,6 +55,7 @@ struct VectorEngine {
   static constexpr bool kPairs = false;
   static constexpr bool kNarrow = false;
   using Few = void;
+  using Two = void;
   static constexpr bool kDirectKeys = false;
   static constexpr int kKeyStep = 16;
   static void begin() {}
@@ -84,11 +85,6 @@ struct VectorEngine {
     for (int i = 0; i < count; i += 16, ahead.step())
       product<Vec>(key_tiles[i / 16], (int64_t)width, (int64_t)1, q, width, s + i * kLanes, 16, vectors);
   }
-  static void scores_of_two(const float* q0, const float* q1, const float* const* key_tiles, int count, int head_dim,
-                            float* s0, float* s1, AheadKeys& ahead) {
-    scores(q0, key_tiles, count, head_dim, s0, kVectors, ahead);
-    scores(q1, key_tiles, count, head_dim, s1, kVectors, ahead);
-  }
   static void weighted(const float* p, const float* v, int count, int head_dim, float* o, int vectors) {
     const int width = padded(head_dim, 16);
     product<Vec>(v, (int64_t)1, (int64_t)width, p, count, o, width, vectors);
@@ -104,6 +100,7 @@ struct PairEngine {
   static constexpr bool kPairs = true;
   static constexpr bool kNarrow = false;
   using Few = void;
+  using Two = void;
   static constexpr bool kDirectKeys = true;
   static constexpr int kKeyStep = 16;
   static void begin() {}
@@ -137,11 +134,6 @@ struct PairEngine {
     const int width = padded(head_dim, 32) / 2;
     for (int i = 0; i < count; i += 16, ahead.step())
       product<Uint>(key_tiles[i / 16], (int64_t)width, (int64_t)1, q, width, s + i * kLanes, 16, vectors);
-  }
-  static void scores_of_two(const uint32_t* q0, const uint32_t* q1, const uint32_t* const* key_tiles, int count,
-                            int head_dim, float* s0, float* s1, AheadKeys& ahead) {
-    scores(q0, key_tiles, count, head_dim, s0, kVectors, ahead);
-    scores(q1, key_tiles, count, head_dim, s1, kVectors, ahead);
   }
   static void weighted(const uint32_t* p, const uint32_t* v, int count, int head_dim, float* o, int vectors) {
     const int width = padded(head_dim, 32);

@@ -15,6 +15,36 @@ constexpr int kSharedRows = 32;  // more rows than this are prepared by all thre
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
+// What a thread does a piece at a time while a block is multiplied: it fetches its next weights and writes the rows of the
+// block before. Blocks of values take turns in two places.
+struct Beside {
+  using Write = void (*)(const LinearCall&, const float* values, int m, int rows, int panel, int panels);
+  const LinearCall& call;
+  const Write write;
+  float *block, *other;  // the block that is computed, and the one that is written
+  AheadWeights ahead;
+  int m = 0, rows = 0, panel = 0, panels = 0, each = 0;  // rows: not yet written; each: written by one step
+  const float* values = nullptr;
+
+  void write_some(int count) {
+    count = count < rows ? count : rows;
+    if (count == 0) return;
+    write(call, values, m, count, panel, panels);
+    values += count * panels * kPanel, m += count, rows -= count;
+  }
+  void step() {
+    ahead.step();
+    write_some(each);
+  }
+  void write_rest() { write_some(rows); }
+  // The block is computed: its rows, from m on, are written from now on, and the next one has the other place.
+  void turn(int first_row, int count, int first_panel, int block_panels, int steps) {
+    values = block, block = other, other = (float*)values;
+    m = first_row, rows = count, panel = first_panel, panels = block_panels;
+    each = (count + steps - 1) / steps;
+  }
+};
+
 // c[r][panel * 16 + lane] of R rows and P panels: one panel, a pair or two pairs that lie pair_words apart.
 template <class Form, int R, int P>
 inline void panel_product(const typename Form::Left* x, int64_t x_stride, const typename Form::Right* w, int64_t pair_words,
@@ -128,7 +158,7 @@ struct VectorLinear {
   }
   // c[rows][panels * 16] of `rows` (at most 32) rows from row m and an even number of panels.
   static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* weight, int panels, float* c,
-                    AheadWeights&) {
+                    Beside&) {
     const int n = steps(call);
     const int64_t size = row_size(call), pair = (int64_t)n * 2 * kTileWords, stride = panels * kPanel;
     const Left* x = (const Left*)prepared + m * size;
@@ -198,17 +228,18 @@ void prepare_rows(const LinearCall& c, int first, int last, char* prepared, type
 
 // A panel pair is read once for all rows: from memory for the first 32, from a cache for the others.
 template <class Product>
-void run_panels(const LinearCall& c, const char* prepared, int panel, int panels, float* values, AheadWeights& ahead) {
-  const int64_t pair = (int64_t)Product::steps(c) * 2 * kTileWords;
+void run_panels(const LinearCall& c, const char* prepared, int panel, int panels, Beside& beside) {
+  const int steps = Product::steps(c);
+  const int64_t pair = (int64_t)steps * 2 * kTileWords;
   const int together = c.rows > kSharedRows ? 2 : panels;
   for (const int end = panel + panels; panel < end; panel += together) {
     const uint32_t* weight = (const uint32_t*)c.weight + panel / 2 * pair;
     for (int m = 0; m < c.rows; m += 32) {
       const int rows = c.rows - m < 32 ? c.rows - m : 32;
-      Product::block(c, prepared, m, rows, weight, together, values, ahead);
-      Product::finish(c, prepared, m, rows, panel, together, values);
-      if (c.out_dtype == kBfloat16) write_block<bf16>(c, values, m, rows, panel, together);
-      else write_block<float>(c, values, m, rows, panel, together);
+      Product::block(c, prepared, m, rows, weight, together, beside.block, beside);
+      beside.write_rest();
+      Product::finish(c, prepared, m, rows, panel, together, beside.block);
+      beside.turn(m, rows, panel, together, steps);
     }
   }
 }
@@ -240,7 +271,7 @@ struct Chunks {
   }
 };
 
-// Memory of one product: per thread for values and a normed row, then the prepared rows. Few rows are prepared by every
+// Memory of one product: per thread for two blocks of values and a normed row, then the prepared rows. Few rows are prepared by every
 // thread for itself, which costs less than waiting for each other.
 template <class Product>
 struct LinearScratch {
@@ -248,7 +279,7 @@ struct LinearScratch {
   bool shared;
   explicit LinearScratch(const LinearCall& c)
       : values(Product::kValueRows * kChunkPanels * kPanel * 4),
-        own(padded(values + c.inputs * 4, 4096)),
+        own(padded(2 * values + c.inputs * 4, 4096)),
         rows((Product::prepared_bytes(c) + 4095) / 4096 * 4096),
         shared(c.rows > kSharedRows) {}
   size_t bytes(int threads) const { return own * threads + rows * (shared ? 1 : threads); }
@@ -261,8 +292,8 @@ void linear_in_team(const LinearCall& c, char* scratch, int32_t* taken, const Li
   const LinearScratch<Product> memory(c);
   const int thread = thread_number(), threads = thread_count();
   const Chunks<Product> chunks(c, threads);
-  float* values = (float*)(scratch + memory.own * thread);
-  auto* normed = (typename Product::Storage*)((char*)values + memory.values);
+  char* own = scratch + memory.own * thread;
+  auto* normed = (typename Product::Storage*)(own + 2 * memory.values);
   char* prepared = scratch + memory.own * c.threads + (memory.shared ? 0 : memory.rows * thread);
   const int first = memory.shared ? (int)((int64_t)c.rows * thread / threads) : 0;
   const int last = memory.shared ? (int)((int64_t)c.rows * (thread + 1) / threads) : c.rows;
@@ -271,16 +302,17 @@ void linear_in_team(const LinearCall& c, char* scratch, int32_t* taken, const Li
   if (memory.shared) {
 #pragma omp barrier
   }
-  AheadWeights ahead;
+  Beside beside{c, c.out_dtype == kBfloat16 ? write_block<bf16> : write_block<float>, (float*)own, (float*)(own + memory.values)};
   for (int i = thread; i < chunks.count;) {
     const int next = threads + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
-    if (next < chunks.count) ahead = chunks.ahead(next, c.rows);
-    else if (then) ahead = Chunks<Product>(*then, threads).ahead(thread, c.rows);
-    else ahead = AheadWeights();
-    run_panels<Product>(c, prepared, chunks.panel(i), chunks.panels(i), values, ahead);
-    ahead.rest();
+    if (next < chunks.count) beside.ahead = chunks.ahead(next, c.rows);
+    else if (then) beside.ahead = Chunks<Product>(*then, threads).ahead(thread, c.rows);
+    else beside.ahead = AheadWeights();
+    run_panels<Product>(c, prepared, chunks.panel(i), chunks.panels(i), beside);
+    beside.ahead.rest();
     i = next;
   }
+  beside.write_rest();
   Product::end();
 #pragma omp barrier
 }

@@ -40,7 +40,7 @@ struct AmxTiles {
   }
   // 16 rows by one pair of panels, or two pairs.
   template <int Pairs>
-  static void one_row_tile(const char* x, const uint32_t* w, int steps, float* c, int64_t stride, AheadWeights& ahead) {
+  static void one_row_tile(const char* x, const uint32_t* w, int steps, float* c, int64_t stride, Beside& beside) {
     const uint32_t* v = w + (int64_t)steps * 2 * kTileWords;
     zero_tile<0>();
     zero_tile<1>();
@@ -48,7 +48,7 @@ struct AmxTiles {
     if (Pairs > 1) zero_tile<3>();
     for (int k = 0; k < steps; k += 2, x += 2 * kTileBytes, w += 4 * kTileWords, v += 4 * kTileWords) {
       const bool two = k + 1 < steps;
-      for (int i = 0; i < Pairs * (two ? 2 : 1); i++) ahead.step();
+      for (int i = 0; i < Pairs * (two ? 2 : 1); i++) beside.step();
       load_tile<4>(x, 64);
       if (two) load_tile<5>(x + kTileBytes, 64);
       two_steps<0>(w, two);
@@ -62,26 +62,28 @@ struct AmxTiles {
     if (Pairs > 1) store_tile<3>(c + 48, stride);
   }
 
-  // 32 rows by one pair of panels; only the first rows find the weights in memory rather than in a cache.
+  // 32 rows by one pair of panels; only the first rows find the weights in memory rather than in a cache. The weights stay
+  // in the nearest cache, rows pass by it; loads go together, since a change from loads to products and back waits where
+  // both hardware threads of a core are busy.
   template <bool kFirst>
-  static void two_row_tiles(const char* x, const uint32_t* w, int steps, float* c, int64_t stride, AheadWeights& ahead) {
+  static void two_row_tiles(const char* x, const uint32_t* w, int steps, float* c, int64_t stride, Beside& beside) {
     const char* y = x + (int64_t)steps * kTileBytes;
     zero_tile<0>();
     zero_tile<1>();
     zero_tile<2>();
     zero_tile<3>();
     for (int k = 0; k < steps; k++, x += kTileBytes, y += kTileBytes, w += 2 * kTileWords) {
-      ahead.step();
       if (kFirst) prefetch_tile(w + kNear);
       if (kFirst) prefetch_tile(w + kNear + kTileWords);
-      load_tile<4>(x, 64);
+      load_tile_once<4>(x, 64);
+      load_tile_once<5>(y, 64);
       load_tile<6>(w, 64);
-      Dot::template multiply<0, 4, 6>();
       load_tile<7>(w + kTileWords, 64);
+      Dot::template multiply<0, 4, 6>();
       Dot::template multiply<1, 4, 7>();
-      load_tile<5>(y, 64);
       Dot::template multiply<2, 5, 6>();
       Dot::template multiply<3, 5, 7>();
+      beside.step();
     }
     store_tile<0>(c, stride);
     store_tile<1>(c + 16, stride);
@@ -91,15 +93,15 @@ struct AmxTiles {
 
   // Up to 32 tile rows by all panels; `first`: the weights come from memory.
   static void block(const char* x, int rows, bool first, const uint32_t* w, int steps, int panels, float* c,
-                    AheadWeights& ahead) {
+                    Beside& beside) {
     const int64_t pair = (int64_t)steps * 2 * kTileWords, stride = panels * kPanel * 4;
     int p = 0;
     if (rows <= 16)
-      for (; p + 4 <= panels; p += 4) one_row_tile<2>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, ahead);
+      for (; p + 4 <= panels; p += 4) one_row_tile<2>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, beside);
     for (; p < panels; p += 2) {
-      if (rows <= 16) one_row_tile<1>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, ahead);
-      else if (first) two_row_tiles<true>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, ahead);
-      else two_row_tiles<false>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, ahead);
+      if (rows <= 16) one_row_tile<1>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, beside);
+      else if (first) two_row_tiles<true>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, beside);
+      else two_row_tiles<false>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, beside);
     }
   }
 };
@@ -121,9 +123,9 @@ struct AmxLinear {
     }
   }
   static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* w, int panels, float* c,
-                    AheadWeights& ahead) {
+                    Beside& beside) {
     const int n = steps(call);
-    AmxTiles<Bf16Dot>::block(prepared + (int64_t)(m / 16) * n * 1024, rows, m == 0, w, n, panels, c, ahead);
+    AmxTiles<Bf16Dot>::block(prepared + (int64_t)(m / 16) * n * 1024, rows, m == 0, w, n, panels, c, beside);
   }
   static void finish(const LinearCall&, const char*, int, int, int, int, float*) {}
 };

@@ -32,12 +32,12 @@ struct AmxInt8Linear {
     ((float*)(prepared + tile_bytes(c)))[m] = quantise_row(row, c.inputs, dst, 1024).scale;
   }
   static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* w, int panels, float* c,
-                    AheadWeights& ahead) {
+                    Beside& beside) {
     const int n = steps(call), tile_rows = 2 * rows;
     for (int t = 0; t < tile_rows; t += 32) {
       const char* x = prepared + (int64_t)((2 * m + t) / 16) * n * 1024;
       const int some = tile_rows - t < 32 ? tile_rows - t : 32;
-      AmxTiles<Int8Dot>::block(x, some, m == 0 && t == 0, w, n, panels, c + (int64_t)t * panels * kPanel, ahead);
+      AmxTiles<Int8Dot>::block(x, some, m == 0 && t == 0, w, n, panels, c + (int64_t)t * panels * kPanel, beside);
     }
   }
   // Two rows of integers become one of floats, in place: row r is read before anything reaches its memory.

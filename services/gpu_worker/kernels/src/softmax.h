@@ -31,13 +31,15 @@ inline void mask_rows(float* s, int from, int to, int first_key, const Visible& 
   }
 }
 
-// Hides what some lane may not see: rows before the last lane's window and after the first lane's position.
-inline void mask_scores(float* s, int count, int first_key, const Visible& visible) {
+// Hides what some lane may not see: rows before the last lane's window and after the first lane's position. Whether
+// there was anything to hide.
+inline bool mask_scores(float* s, int count, int first_key, const Visible& visible) {
   const int before = visible.max_first - first_key, after = visible.min_last + 1 - first_key;
   // Both may lie before the block: a tile's first lanes can end where its last ones only begin.
   const int top = before < 0 ? 0 : before < count ? before : count, bottom = after > top ? after : top;
   if (top > 0) mask_rows(s, 0, top, first_key, visible);
   if (bottom < count) mask_rows(s, bottom, count, first_key, visible);
+  return top > 0 || bottom < count;
 }
 
 inline Vec column_maximum(const float* s, int count) {
@@ -71,26 +73,39 @@ inline __m512i exponentials_from_fixed(__m512i x) {
   return _mm512_srli_epi16(_mm512_add_epi16(_mm512_sub_epi16(x, bend), _mm512_set1_epi16(1)), 2);
 }
 
-// The same for P in pairs [count / 2][16 lanes][2] of bf16. The sums are those of the rounded values, so that rounding
-// does not bias the quotient.
-inline Vec pair_exponentials(float* s, int count, float factor, Vec m, AheadKeys& ahead) {
-  const __m512 scale = _mm512_set1_ps(factor * 512), base = (__m512)((127.0f - m) * 512.0f);
-  const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
-  const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
-  __m512 sum[4] = {};
-  for (int i = 0; i < count; i += 8)
-    for (int k = 0; k < 4; k++) {
-      if (i % 32 == 0 && k == 0) ahead.step();
-      const float* at = s + (i + 2 * k) * kLanes;
+// The same for P in pairs [count / 2][16 lanes][2] of bf16, in place, eight keys at a time. The sums are those of the
+// rounded values, so that rounding does not bias the quotient.
+struct Exponentials {
+  __m512 scale, base, sum[4] = {};
+  // top: the largest score times factor; a lane that sees no key gets zeros, not NaN.
+  Exponentials(float factor, Vec top)
+      : scale(_mm512_set1_ps(factor * 512)), base((__m512)((127.0f - maximum(top, splat(-1e30f))) * 512.0f)) {}
+
+  void quarter(float* s, int i) {  // keys 8 i to 8 i + 7
+    const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    const float* at = s + i * 8 * kLanes;
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++, at += 2 * kLanes) {
       const __m512i even = _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_loadu_ps(at), scale, base));
       const __m512i odd = _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_loadu_ps(at + kLanes), scale, base));
       // Saturation makes everything below 2^-127, masked keys included, a zero.
       const __m512i fixed = _mm512_shuffle_epi8(_mm512_packus_epi32(even, odd), order);
       const __m512i p = exponentials_from_fixed(fixed);
-      _mm512_storeu_si512(s + (i / 2 + k) * kLanes, p);
+      _mm512_storeu_si512(s + (i * 4 + k) * kLanes, p);
       sum[k] = _mm512_dpbf16_ps(sum[k], (__m512bh)p, ones);
     }
-  return (Vec)((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  }
+  Vec total() const { return (Vec)((sum[0] + sum[1]) + (sum[2] + sum[3])); }
+};
+
+inline Vec pair_exponentials(float* s, int count, float factor, Vec top, AheadKeys& ahead) {
+  Exponentials exponentials(factor, top);
+  for (int i = 0; i < count / 8; i++) {
+    if (i % 4 == 0) ahead.step();
+    exponentials.quarter(s, i);
+  }
+  return exponentials.total();
 }
 #else
 inline Vec pair_exponentials(float* s, int count, float factor, Vec m, AheadKeys&) { return exponentials(s, count, factor, m); }

@@ -35,6 +35,11 @@ template <int Tile>
 inline void load_tile(const void* p, int64_t stride) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(Tile) : "memory");
 }
+// The same for what is read again late: it does not push out of the nearest cache what is read again soon.
+template <int Tile>
+inline void load_tile_once(const void* p, int64_t stride) {
+  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(Tile) : "memory");
+}
 template <int Tile>
 inline void store_tile(void* p, int64_t stride) {
   __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(p), "r"(stride), "i"(Tile) : "memory");
