@@ -24,6 +24,11 @@ struct Shares {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec + t.tv_nsec * 1e-9;
   }
+  // This thread's rows where its part of the speed of all is `mine`, and that of the threads before it `before`.
+  Range part(double before, double mine) const {
+    const int first = whole(before), last = thread_number() + 1 == thread_count() ? rows : whole(before + mine);
+    return {first, last};
+  }
   int whole(double part) const {
     const int row = (int)(part * rows / kUnit + 0.5) * kUnit;
     return row < rows ? row : rows;
@@ -33,7 +38,7 @@ struct Shares {
   Shares(int tokens, double* memory)
       : rows(tokens),
         paces(memory),
-        range(whole((double)thread_number() / thread_count()), whole((thread_number() + 1.0) / thread_count())),
+        range(part((double)thread_number() / thread_count(), 1.0 / thread_count())),
         started(seconds()) {}
 
   // Before threads meet: how long this one has taken.
@@ -51,7 +56,7 @@ struct Shares {
       if (i < thread_number()) before += speed;
       if (i == thread_number()) mine = speed;
     }
-    if (all > 0) range = {whole(before / all), thread_number() + 1 == thread_count() ? rows : whole((before + mine) / all)};
+    if (all > 0) range = part(before / all, mine / all);
     started = seconds();
   }
 };

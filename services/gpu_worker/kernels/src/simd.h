@@ -81,8 +81,9 @@ inline void store_narrow(bf16* p, Vec v) {
 #endif
 }
 
-// 2^x for x <= 127; exactly 0 below -126.5. Relative error 8e-8: rounding by a large constant and a minimax polynomial
-// on [-0.5, 0.5] (Lawson's weighted least squares).
+// 2^x for x <= 127; exactly 0 below -126.5, and exactly 1 at 0, so that a block without visible keys changes nothing that
+// it is merged with. Relative error 1.5e-7: rounding by a large constant and a minimax polynomial on [-0.5, 0.5] (Lawson's
+// weighted least squares), its constant then rounded to 1.
 inline Vec exp2v(Vec x) {
   x = maximum(x, splat(-127.0f));
   const Vec shifted = x + 12582912.0f;
@@ -91,7 +92,7 @@ inline Vec exp2v(Vec x) {
   p = p * f + 0.05550713274149004f;
   p = p * f + 0.2402211972388148f;
   p = p * f + 0.6931469670643619f;
-  p = p * f + 1.0000000716546709f;
+  p = p * f + 1.0f;
   const Uint scale = ((Uint)shifted << 23) + 0x3f800000u;
   return p * (Vec)scale;
 }
