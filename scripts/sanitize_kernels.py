@@ -27,7 +27,7 @@ TESTS += [f"tests/gpu_worker/test_kernels_{name}.py" for name in ("linear", "int
 CHOICE = "random_batches or odd_shapes or several_blocks or straddle or sliding_window or page_sizes-fp32 or two_groups"
 CHOICE += " or test_masks or test_weights or test_peaks"
 CHOICE += " or int8_odd or int8_row_counts or int8_with_norm"
-CHOICE += " or gate or of_a_sum or rotate or only_wanted or chunks_rows_or_threads"
+CHOICE += " or gate or of_a_sum or rotate or only_wanted or chunks_rows_or_threads or many_rows"
 KINDS = {"portable", "avx2", "avx512", "amx", "fp32", "bf16"}
 
 

@@ -49,8 +49,8 @@ class Model:
         self.native = NativeDecoder(kernels, layers, q_heads=HEADS, eps=EPS)
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions[:, None] / 100 ** (torch.arange(DIM // 2) / (DIM // 2))
-        return angles.cos(), angles.sin()
+        angles = positions.double()[:, None] / 100 ** (torch.arange(DIM // 2) / (DIM // 2))
+        return angles.cos().float(), angles.sin().float()
 
     def expected(self, x: torch.Tensor) -> torch.Tensor:
         """One row's tokens from position 0, in float64."""
@@ -144,6 +144,20 @@ def test_a_token_does_not_depend_on_chunks_rows_or_threads(
         assert torch.equal(model.steps(x, [7, 79, 80])[-1], expected[-1])
         assert torch.equal(model.steps(x, [40, 80], beside=5)[-40:], expected[-40:])
         assert torch.equal(model.steps(x, [79, 80], beside=40)[-1], expected[-1])
+    finally:
+        torch.set_num_threads(before)
+
+
+@BOTH
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_rows_have_the_bits_of_chunks(kernels: library.Library, dtype: torch.dtype, threads: int) -> None:
+    model = Model(kernels, dtype, bias=True, qk_norm=True, rope=True)
+    x, before = torch.randn(330, HIDDEN).to(dtype), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        expected = model.steps(x, [110, 220, 330])  # too few for a thread to have rows of its own
+        assert torch.equal(model.steps(x, [330])[-110:], expected)
+        assert torch.equal(model.steps(x, [40, 330], beside=9)[-110:], expected)
     finally:
         torch.set_num_threads(before)
 

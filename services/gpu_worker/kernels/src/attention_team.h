@@ -36,8 +36,9 @@ void attention_in_team(Batch& batch, const LayerCall& call) {
   Engine::end();
 }
 
-struct Range {  // this thread's share of the tokens
+struct Range {  // this thread's share of so many
   int first, last;
+  Range(int from, int to) : first(from), last(to) {}
   explicit Range(int tokens)
       : first((int)((int64_t)tokens * thread_number() / thread_count())),
         last((int)((int64_t)tokens * (thread_number() + 1) / thread_count())) {}

@@ -2,13 +2,19 @@
 //
 // A step of few rows is bound by reading weights; what it must not do is stop between them. Threads meet six times a
 // layer, nothing is allocated, and each row's norm, bias, gate and residual are done where its values already are.
+// In a step of many rows each thread has rows of its own: what it writes it reads again from its own cache, and threads
+// meet twice a layer, around attention.
 #pragma once
 
 #include "attention_team.h"
 #include "linear.h"
+#include "shares.h"
 
 namespace radixfleet {
 namespace {
+
+constexpr int kOwnRows = 128;    // with so many rows for each thread, each has its own
+constexpr int kTogether = 256;  // rows that pass several products while a cache keeps them
 
 template <class Product, class Engine>
 struct Decoder {
@@ -19,27 +25,47 @@ struct Decoder {
   T *qkv, *mixed, *gated, *kept;
   int64_t q_size, qkv_size;
   int32_t* taken;  // of each product
+  Shares shares;
 
+  static int64_t count_bytes(const DecoderCall& c) { return 16 * c.num_layers + padded((int)Shares::bytes(c.threads), 16); }
   static int64_t activation_bytes(const DecoderCall& c) {
     const int64_t heads = c.q_heads * 2 + c.kv_heads * 2;
-    return 16 * c.num_layers + (c.tokens * (heads * c.head_dim + c.intermediate) + (int64_t)c.num_keep * c.q_heads * c.head_dim) * sizeof(T) + 4096;
+    return count_bytes(c) + (c.tokens * (heads * c.head_dim + c.intermediate) + (int64_t)c.num_keep * c.q_heads * c.head_dim) * sizeof(T) + 4096;
   }
-  static size_t product_bytes(const DecoderCall& c) {
+  static bool own_rows(const DecoderCall& c) { return c.tokens >= kOwnRows * c.threads; }
+  static size_t bytes_of(LinearCall widest, int rows) {
+    widest.rows = rows;
+    return LinearScratch<Product>(widest).bytes(widest.threads);
+  }
+  static size_t alone_bytes(LinearCall widest) {
+    widest.rows = kTogether;
+    return LinearScratch<Product>(widest).alone();
+  }
+  static LinearCall widest(const DecoderCall& c) {
     LinearCall widest{};
-    widest.rows = c.tokens, widest.threads = c.threads;
+    widest.threads = c.threads;
     widest.inputs = c.hidden > c.intermediate ? c.hidden : c.intermediate;
     if (c.q_heads * c.head_dim > widest.inputs) widest.inputs = c.q_heads * c.head_dim;
-    const size_t all = LinearScratch<Product>(widest).bytes(c.threads);
-    widest.rows = c.tokens < kSharedRows ? c.tokens : kSharedRows;  // the last rows may be few where all are many
-    const size_t few = LinearScratch<Product>(widest).bytes(c.threads);
-    return all > few ? all : few;
+    return widest;
+  }
+  static size_t product_bytes(const DecoderCall& c) {
+    const LinearCall w = widest(c);
+    // The last rows may be few where all are many.
+    const size_t few = bytes_of(w, c.tokens < kSharedRows ? c.tokens : kSharedRows);
+    size_t most = own_rows(c) ? alone_bytes(w) * c.threads : bytes_of(w, c.tokens);
+    if (own_rows(c)) most = most > bytes_of(w, c.num_keep) ? most : bytes_of(w, c.num_keep);
+    return most > few ? most : few;
   }
 
-  Decoder(const DecoderCall& call, Batch& b, char* memory) : c(call), batch(b), scratch(memory + activation_bytes(call) / 4096 * 4096 + 4096) {
+  Decoder(const DecoderCall& call, Batch& b, char* memory)
+      : c(call),
+        batch(b),
+        scratch(memory + activation_bytes(call) / 4096 * 4096 + 4096),
+        shares(call.tokens, (double*)(memory + 16 * call.num_layers)) {
     q_size = (int64_t)c.q_heads * c.head_dim;
     qkv_size = q_size + 2 * (int64_t)c.kv_heads * c.head_dim;
     taken = (int32_t*)memory;
-    qkv = (T*)(memory + 16 * c.num_layers);
+    qkv = (T*)(memory + count_bytes(c));
     mixed = qkv + c.tokens * qkv_size;
     gated = mixed + c.tokens * q_size;
     kept = gated + (int64_t)c.tokens * c.intermediate;
@@ -57,7 +83,7 @@ struct Decoder {
 
   // Norm and rotation of q and k, and K and V to the cache: each token by one thread.
   void place(const DecoderLayer& layer, const LayerCall& attention) {
-    const Range tokens(c.tokens);
+    const Range tokens = own_rows(c) ? shares.range : Range(c.tokens);
     RopeCall rope{qkv, qkv + q_size, c.cos, c.sin, qkv_size, qkv_size, c.table_stride,
                   c.tokens, c.q_heads, c.kv_heads, c.head_dim, c.dtype, c.threads};
     for (int t = tokens.first; t < tokens.last; t++) {
@@ -69,9 +95,12 @@ struct Decoder {
       if (layer.rope) rotate_token<T>(rope, t);
     }
     write_kv<T>(batch, attention, tokens.first, tokens.last);
+    shares.done(index(layer));
     if (thread_number() == 0) batch.next_item = thread_count();
 #pragma omp barrier
   }
+
+  int index(const DecoderLayer& layer) const { return (int)(&layer - c.layers); }
 
   void attend(const DecoderLayer& layer) {
     LayerCall attention{qkv, qkv + q_size, qkv + q_size + (int64_t)c.kv_heads * c.head_dim, mixed, layer.cache,
@@ -90,26 +119,63 @@ struct Decoder {
 #pragma omp barrier
   }
 
-  void run_layer(const DecoderLayer& layer, bool last) {
-    int32_t* counts = taken + 4 * (&layer - c.layers);
+  LinearCall first_product(const DecoderLayer& layer) const {
     LinearCall p = product(c.x, c.hidden, layer.qkv, layer.qkv_bias, qkv, qkv_size, c.tokens);
     p.norm = layer.input_norm;
-    const LinearCall o = product(nullptr, q_size, layer.output, nullptr, nullptr, c.hidden, c.tokens);
-    linear_in_team<Product>(p, scratch, counts, &o);
+    return p;
+  }
+  // What follows attention, for `rows` rows: output projection, gate and up, down.
+  struct Products {
+    LinearCall output, gate, down;
+  };
+  Products products(const DecoderLayer& layer, const T* from, T* x, T* between, int rows) const {
+    Products p{product(from, q_size, layer.output, layer.output_bias, x, c.hidden, rows),
+               product(x, c.hidden, layer.gate_up, layer.gate_up_bias, between, 2 * (int64_t)c.intermediate, rows),
+               product(between, c.intermediate, layer.down, layer.down_bias, x, c.hidden, rows)};
+    add_to(p.output);
+    p.gate.norm = layer.mlp_norm, p.gate.gated = 1, p.gate.out_stride = c.intermediate;
+    add_to(p.down);
+    return p;
+  }
+
+  // Some rows of a call by this thread alone.
+  void alone(LinearCall p, int first, int rows, const LinearCall& then) {
+    p.x = (const T*)p.x + first * p.x_stride, p.out = (T*)p.out + first * p.out_stride, p.rows = rows;
+    if (p.residual) p.residual = p.out;
+    linear_alone<Product>(p, scratch + alone_bytes(widest(c)) * thread_number(), &then);
+  }
+  void project_own(const DecoderLayer& layer) {
+    const Range tokens = shares.range;
+    const LinearCall p = first_product(layer);
+    for (int m = tokens.first; m < tokens.last; m += kTogether)
+      alone(p, m, tokens.last - m < kTogether ? tokens.last - m : kTogether, p);
+  }
+  void feed_forward_own(const DecoderLayer& layer) {
+    shares.share(index(layer));
+    const Range tokens = shares.range;
+    T* between = gated + (int64_t)tokens.first * c.intermediate;
+    for (int m = tokens.first; m < tokens.last; m += kTogether) {
+      const int rows = tokens.last - m < kTogether ? tokens.last - m : kTogether;
+      const Products p = products(layer, mixed + m * q_size, (T*)c.x + (int64_t)m * c.hidden, between, rows);
+      alone(p.output, 0, rows, p.gate);
+      alone(p.gate, 0, rows, p.down);
+      alone(p.down, 0, rows, m + kTogether < tokens.last ? p.output : first_product((&layer)[1]));
+    }
+  }
+
+  void run_layer(const DecoderLayer& layer, bool last) {
+    int32_t* counts = taken + 4 * index(layer);
+    const bool own = own_rows(c);
+    const Products p = products(layer, last ? kept : mixed, (T*)(last ? c.out : c.x), gated, last ? c.num_keep : c.tokens);
+    if (own) project_own(layer);
+    else linear_in_team<Product>(first_product(layer), scratch, counts, &p.output);
     attend(layer);
     if (last) gather();
-    void* x = last ? c.out : c.x;
-    const int rows = last ? c.num_keep : c.tokens;
-    p = product(last ? kept : mixed, q_size, layer.output, layer.output_bias, x, c.hidden, rows);
-    add_to(p);
-    LinearCall g = product(x, c.hidden, layer.gate_up, layer.gate_up_bias, gated, 2 * (int64_t)c.intermediate, rows);
-    g.norm = layer.mlp_norm, g.gated = 1, g.out_stride = c.intermediate;
-    linear_in_team<Product>(p, scratch, counts + 1, &g);
-    LinearCall d = product(gated, c.intermediate, layer.down, layer.down_bias, x, c.hidden, rows);
-    add_to(d);
-    linear_in_team<Product>(g, scratch, counts + 2, &d);
-    const LinearCall q = product(nullptr, c.hidden, last ? nullptr : (&layer)[1].qkv, nullptr, nullptr, qkv_size, c.tokens);
-    linear_in_team<Product>(d, scratch, counts + 3, last ? nullptr : &q);
+    else if (own) return feed_forward_own(layer);
+    linear_in_team<Product>(p.output, scratch, counts + 1, &p.gate);
+    linear_in_team<Product>(p.gate, scratch, counts + 2, &p.down);
+    const LinearCall next = last ? LinearCall{} : first_product((&layer)[1]);
+    linear_in_team<Product>(p.down, scratch, counts + 3, last ? nullptr : &next);
   }
 };
 

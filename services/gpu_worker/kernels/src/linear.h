@@ -5,7 +5,7 @@
 // threads: a row's result does not depend on the others.
 #pragma once
 
-#include "ahead.h"
+#include "beside.h"
 #include "rows.h"
 
 namespace radixfleet {
@@ -14,36 +14,14 @@ namespace {
 constexpr int kSharedRows = 32;  // more rows than this are prepared by all threads together, then awaited
 
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-
-// What a thread does a piece at a time while a block is multiplied: it fetches its next weights and writes the rows of the
-// block before. Blocks of values take turns in two places.
-struct Beside {
-  using Write = void (*)(const LinearCall&, const float* values, int m, int rows, int panel, int panels);
-  const LinearCall& call;
-  const Write write;
-  float *block, *other;  // the block that is computed, and the one that is written
-  AheadWeights ahead;
-  int m = 0, rows = 0, panel = 0, panels = 0, each = 0;  // rows: not yet written; each: written by one step
-  const float* values = nullptr;
-
-  void write_some(int count) {
-    count = count < rows ? count : rows;
-    if (count == 0) return;
-    write(call, values, m, count, panel, panels);
-    values += count * panels * kPanel, m += count, rows -= count;
-  }
-  void step() {
-    ahead.step();
-    write_some(each);
-  }
-  void write_rest() { write_some(rows); }
-  // The block is computed: its rows, from m on, are written from now on, and the next one has the other place.
-  void turn(int first_row, int count, int first_panel, int block_panels, int steps) {
-    values = block, block = other, other = (float*)values;
-    m = first_row, rows = count, panel = first_panel, panels = block_panels;
-    each = (count + steps - 1) / steps;
-  }
-};
+// A line that is going to be written, and that another processor's cache may hold.
+inline void prefetch_to_write(void* p) {
+#if defined(__x86_64__)
+  __asm__ volatile("prefetchw %0" : : "m"(*(char*)p));
+#else
+  __builtin_prefetch(p, 1, 3);
+#endif
+}
 
 // c[r][panel * 16 + lane] of R rows and P panels: one panel, a pair or two pairs that lie pair_words apart.
 template <class Form, int R, int P>
@@ -216,6 +194,8 @@ void write_block(const LinearCall& c, const float* values, int m, int rows, int 
   else write_rows<Out, false>(c, values, m, rows, panel, panels);
 }
 
+inline Beside::Write writer(const LinearCall& c) { return c.out_dtype == kBfloat16 ? write_block<bf16> : write_block<float>; }
+
 template <class Product>
 void prepare_rows(const LinearCall& c, int first, int last, char* prepared, typename Product::Storage* normed) {
   using T = typename Product::Storage;
@@ -224,6 +204,12 @@ void prepare_rows(const LinearCall& c, int first, int last, char* prepared, type
     if (c.norm) normalise(row, (const T*)c.norm, c.inputs, c.eps, normed);
     Product::pack_row(c, c.norm ? normed : row, m, prepared);
   }
+}
+
+// Where the rows of a block will be written to.
+inline void fetch_outputs(const LinearCall& c, int m, int rows, int panel) {
+  const int64_t size = c.out_dtype == kBfloat16 ? 2 : 4;
+  for (int r = 0; r < rows; r++) prefetch_to_write((char*)c.out + ((m + r) * c.out_stride + panel * kPanel) * size);
 }
 
 // A panel pair is read once for all rows: from memory for the first 32, from a cache for the others.
@@ -236,6 +222,7 @@ void run_panels(const LinearCall& c, const char* prepared, int panel, int panels
     const uint32_t* weight = (const uint32_t*)c.weight + panel / 2 * pair;
     for (int m = 0; m < c.rows; m += 32) {
       const int rows = c.rows - m < 32 ? c.rows - m : 32;
+      if (c.rows > kSharedRows && !c.gated) fetch_outputs(c, m, rows, panel);
       Product::block(c, prepared, m, rows, weight, together, beside.block, beside);
       beside.write_rest();
       Product::finish(c, prepared, m, rows, panel, together, beside.block);
@@ -246,6 +233,19 @@ void run_panels(const LinearCall& c, const char* prepared, int panel, int panels
 
 constexpr int kChunksEach = 8;
 constexpr int kChunkPanels = 4;  // at most; many rows take a pair, which then stays in the nearest cache
+
+// The weights of some panels, to be fetched while `rows` rows are multiplied with as many.
+template <class Product>
+AheadWeights weights_ahead(const LinearCall& c, int panel, int panels, int rows) {
+  AheadWeights weights;
+  if (panels <= 0 || !Product::kAhead) return weights;
+  const int64_t pair = (int64_t)Product::steps(c) * 2 * kTileWords;
+  weights.at = (const char*)((const uint32_t*)c.weight + panel / 2 * pair);
+  weights.lines = (int)(panels / 2 * pair / 16);
+  const int blocks = rows > 32 ? (rows + 31) / 32 : 1;
+  weights.each = (32 + blocks - 1) / blocks;
+  return weights;
+}
 
 // The pieces of one product that threads take in turn.
 template <class Product>
@@ -259,16 +259,7 @@ struct Chunks {
   }
   int panel(int i) const { return i * per; }
   int panels(int i) const { return all - panel(i) < per ? all - panel(i) : per; }
-  AheadWeights ahead(int i, int rows) const {
-    const int64_t pair = (int64_t)Product::steps(c) * 2 * kTileWords;
-    AheadWeights weights;
-    if (i >= count || !Product::kAhead) return weights;
-    weights.at = (const char*)((const uint32_t*)c.weight + panel(i) / 2 * pair);
-    weights.lines = (int)(panels(i) / 2 * pair / 16);
-    const int blocks = rows > 32 ? (rows + 31) / 32 : 1;
-    weights.each = (32 + blocks - 1) / blocks;
-    return weights;
-  }
+  AheadWeights ahead(int i, int rows) const { return weights_ahead<Product>(c, panel(i), panels(i), rows); }
 };
 
 // Memory of one product: per thread for two blocks of values and a normed row, then the prepared rows. Few rows are prepared by every
@@ -283,6 +274,7 @@ struct LinearScratch {
         rows((Product::prepared_bytes(c) + 4095) / 4096 * 4096),
         shared(c.rows > kSharedRows) {}
   size_t bytes(int threads) const { return own * threads + rows * (shared ? 1 : threads); }
+  size_t alone() const { return own + rows; }
 };
 
 // To be called by all threads of a parallel region; returns when all outputs are written. `taken`: counts the chunks
@@ -302,7 +294,7 @@ void linear_in_team(const LinearCall& c, char* scratch, int32_t* taken, const Li
   if (memory.shared) {
 #pragma omp barrier
   }
-  Beside beside{c, c.out_dtype == kBfloat16 ? write_block<bf16> : write_block<float>, (float*)own, (float*)(own + memory.values)};
+  Beside beside{c, writer(c), (float*)own, (float*)(own + memory.values)};
   for (int i = thread; i < chunks.count;) {
     const int next = threads + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
     if (next < chunks.count) beside.ahead = chunks.ahead(next, c.rows);
@@ -315,6 +307,25 @@ void linear_in_team(const LinearCall& c, char* scratch, int32_t* taken, const Li
   beside.write_rest();
   Product::end();
 #pragma omp barrier
+}
+
+// The same by the calling thread alone, which meets nobody: for its own rows of many. `scratch`: LinearScratch::alone().
+template <class Product>
+void linear_alone(const LinearCall& c, char* scratch, const LinearCall* then) {
+  const LinearScratch<Product> memory(c);
+  char* prepared = scratch + memory.own;
+  const int panels = panels_of(c.outputs, c.gated);
+  Product::begin();
+  prepare_rows<Product>(c, 0, c.rows, prepared, (typename Product::Storage*)(scratch + 2 * memory.values));
+  Beside beside{c, writer(c), (float*)scratch, (float*)(scratch + memory.values)};
+  for (int p = 0; p < panels; p += 2) {
+    if (p + 2 < panels) beside.ahead = weights_ahead<Product>(c, p + 2, 2, c.rows);
+    else beside.ahead = then ? weights_ahead<Product>(*then, 0, 2, c.rows) : AheadWeights();
+    run_panels<Product>(c, prepared, p, 2, beside);
+    beside.ahead.rest();
+  }
+  beside.write_rest();
+  Product::end();
 }
 
 template <class Product>
