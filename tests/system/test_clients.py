@@ -177,6 +177,28 @@ def test_rows_that_share_a_prefix_read_it_once(server: LocalServer) -> None:
     assert read_for([prompt] * 8) < 0.5 * 8 * read_for([prompt])
 
 
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "sampling_seed": 5}])
+def test_guesses_change_the_cost_and_not_the_answer(server: LocalServer, sampling: dict[str, float]) -> None:
+    """Who wants scores is not guessed for, so its tokens come one by one."""
+
+    def count(name: str) -> float:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"radixfleet_scheduler_{name}_total")
+        )
+
+    def answer(**fields: object) -> list[int]:
+        params = {**sampling, "max_new_tokens": 90, "ignore_eos": True}
+        body = {"text": "red, green, blue, red, green, blue, red, green, ", "sampling_params": params, **fields}
+        found: list[int] = httpx.post(f"{server.url}/generate", json=body, timeout=120).json()["output_ids"]
+        return found
+
+    before, one_by_one = count("accepted_draft_tokens"), answer(return_logprob=True)
+    assert len(one_by_one) == 90
+    assert [answer() for _ in range(3)] == [one_by_one] * 3
+    assert eventually(lambda: count("accepted_draft_tokens") > before + 90, 5.0)
+
+
 def test_idle_uses_almost_no_cpu(server: LocalServer) -> None:
     """All processes together stay under 2 % of a core while nobody asks for anything."""
 
