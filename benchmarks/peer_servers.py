@@ -123,8 +123,15 @@ def _own_command(_: Path, models: Models, port: int) -> list[str]:
     return [*words, "--served-model-name", NAME, "--dtype", "bfloat16"]
 
 
+def _own_command_without_guesses(_: Path, models: Models, port: int) -> list[str]:
+    return [*_own_command(_, models, port), "--speculative-algorithm", "none"]
+
+
+OWN = ("radixfleet", "unguessed")
+OWN_PROOF = r"dtype=bfloat16|\"dtype\": ?\"bfloat16\""
 PEERS = {
-    "radixfleet": Peer("radixfleet", lambda _: None, _own_command, r"dtype=bfloat16|\"dtype\": ?\"bfloat16\""),
+    "radixfleet": Peer("radixfleet", lambda _: None, _own_command, OWN_PROOF),
+    "unguessed": Peer("unguessed", lambda _: None, _own_command_without_guesses, OWN_PROOF),
     "vllm": Peer("vllm", _install_vllm, _vllm_command, r"dtype=torch\.bfloat16", _vllm_env),
     "llamacpp": Peer(
         "llamacpp", _install_llamacpp, _llamacpp_command, r"file type\s*=\s*BF16|type +bf16: +\d+ tensors"
@@ -135,9 +142,9 @@ PEERS = {
 
 def installed(peer: Peer) -> Path:
     """The peer's folder, installed once. Raises CalledProcessError where that fails."""
-    folder = environment(peer.name) if peer.name != "radixfleet" else CACHE
+    folder = environment(peer.name) if peer.name not in OWN else CACHE
     done = folder / ".ready"
-    if peer.name != "radixfleet" and not done.exists():
+    if peer.name not in OWN and not done.exists():
         peer.install(folder)
         done.touch()
     return folder

@@ -1,11 +1,12 @@
 """RadixFleet beside vLLM, a llama.cpp server and OpenVINO GenAI: same machine, weights, client and prompts, in one run.
 
-    python benchmarks/peers.py [--peers vllm,llamacpp,openvino] [--workloads w1,w2,w3,w4,w5] [--repeats 2]
+    python benchmarks/peers.py [--peers vllm,llamacpp,openvino,unguessed] [--workloads w1,w2,w3,w4,w5] [--repeats 2]
         [--scale 1.0] [--install-only] [--out results.jsonl]
 
 Installs each peer once under ~/.cache/radixfleet/peers, then runs the servers one at a time. Fails where a peer does
 not install or start, where its log does not show 16-bit weights, where a request fails, and where greedy answers
-disagree from the first tokens on. Prints each peer's ratio to ours: above 1 is in our favour.
+disagree from the first tokens on. Prints each peer's ratio to ours: above 1 is in our favour. `unguessed` is our
+own server without guesses of the next tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import load
-from benchmarks.peer_servers import CACHE, NAME, PEERS, Models, Peer, installed, same_weights
+from benchmarks.peer_servers import CACHE, NAME, OWN, PEERS, Models, Peer, installed, same_weights
 from radixfleet.local_server import free_port
 from radixfleet.models import resolve, small_model
 
@@ -120,7 +121,8 @@ def measure(peer: Peer, models: Models, options: argparse.Namespace, ours: list[
                     file.write(json.dumps({"server": peer.name, **line}) + "\n")
 
         # Nothing that was compiled or allocated lazily is measured.
-        arguments = (url, NAME, models.folder, peer.name)
+        dialect = "radixfleet" if peer.name in OWN else peer.name
+        arguments = (url, NAME, models.folder, dialect)
         asyncio.run(load.run(*arguments, workloads=["w2", "w5"], scale=0.1, seed=99))
         rest = {"workloads": options.workloads, "repeats": options.repeats, "scale": options.scale, "say": say}
         return asyncio.run(load.run(*arguments, **rest)), answers
@@ -149,7 +151,7 @@ def medians(lines: list[Any]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=lambda s: s.split(","), default=["vllm", "llamacpp", "openvino"])
+    parser.add_argument("--peers", type=lambda s: s.split(","), default=["vllm", "llamacpp", "openvino", "unguessed"])
     parser.add_argument("--workloads", type=lambda s: s.split(","), default=list(COLUMNS))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--scale", type=float, default=1.0)
