@@ -26,7 +26,7 @@ from benchmarks.scrape import PICTURE_AGE_S, Scrape, scrape
 from radixfleet.local_server import LocalServer
 from radixfleet.models import resolve
 
-COUNTS = ("draft_tokens", "accepted_draft_tokens", "steps", "decode_tokens")
+COUNTS = ("scheduler_draft_tokens", "scheduler_accepted_draft_tokens", "scheduler_steps", "generation_tokens")
 PROMPTS = ("The capital of France is", "Once upon a time there was", "Count: one, two, one, two, one, two,")
 
 
@@ -63,7 +63,7 @@ def measure(model: Path, options: argparse.Namespace, algorithm: str) -> tuple[d
 
 
 def _since(name: str, before: Scrape, after: Scrape) -> float:
-    series = f"radixfleet_scheduler_{name}_total"
+    series = f"radixfleet_{name}_total"
     return after.value(series) - before.value(series)
 
 

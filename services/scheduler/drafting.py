@@ -12,6 +12,8 @@ the next step is planned only once the result of the one before is there. Leaves
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from services.scheduler.foresight import Foresight
 from services.scheduler.inflight import Chunk, InflightStep, StepPlan
 from services.scheduler.odds import Odds
@@ -26,6 +28,20 @@ MOST_ROWS = 192
 """Larger steps are prefills, whose rows cost something else."""
 FORESEEN = 512
 """Tokens of an answer in the tree that are taken at once."""
+
+
+PASSES = 2
+"""Prices are found by turns with what they let through."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """Guesses of one request: how many, what they bring above their price, and the tokens to be expected of them."""
+
+    request: Request
+    count: int
+    gain: float
+    tokens: float
 
 
 class Drafting:
@@ -54,13 +70,10 @@ class Drafting:
             return True  # where the next row begins, only their result says
         if not worker.max_drafts or not worker.cost.known:
             return False
-        price, missing = _price(worker), worker.pace.tokens_in(PAUSE_MS)
-        for request in worker.running.values():
-            if request.foresight is not None and request.dispatched >= request.prefill_end:
-                missing -= self._worth(worker, request, request.foresight, price)[1]
-                if missing < 0:
-                    return True
-        return False
+        rows = [request for request in worker.running.values() if request.dispatched >= request.prefill_end]
+        fixed, each = worker.cost.parts()
+        pace = len(rows) / (fixed + each * len(rows))
+        return sum(worth.gain for worth in self._weigh(worker, rows, pace * each)) > pace * PAUSE_MS
 
     def choose(self, worker: Worker) -> list[Request]:
         """Those that send guesses in the next step, and how many; they take no decode row in it."""
@@ -69,17 +82,20 @@ class Drafting:
             worker.decoding = None
         if not worker.cost.known:
             return []
-        price, chosen = _price(worker), []
-        for request in worker.collect_decoding():
-            if request.foresight is None or request.inflight_rows:
-                continue
-            count, _ = self._worth(worker, request, request.foresight, price)
-            if count:
-                worker.drafting[request.slot] = count
-                chosen.append(request)
+        rows = worker.collect_decoding()
+        fixed, each = worker.cost.parts()
+        tokens, size = float(len(rows)), len(rows)
+        weighed: list[Worth] = []
+        for _ in range(PASSES):
+            # A row's price is what its time brings in such a step, guesses included.
+            weighed = self._weigh(worker, rows, each * tokens / (fixed + each * size)) if size else []
+            tokens = len(rows) + sum(worth.tokens for worth in weighed)
+            size = len(rows) + sum(worth.count for worth in weighed)
+        chosen = [worth for worth in weighed if worth.count and not worth.request.inflight_rows]
         if chosen:
+            worker.drafting.update((worth.request.slot, worth.count) for worth in chosen)
             worker.decoding = None
-        return chosen
+        return [worth.request for worth in chosen]
 
     def add(self, plan: StepPlan, worker: Worker, requests: list[Request]) -> None:
         """One row each, whose last known token has its place in every step; its guesses share what budget is left."""
@@ -105,11 +121,17 @@ class Drafting:
         request.dispatched = end
         request.inflight_rows += 1
 
-    def _worth(self, worker: Worker, request: Request, foresight: Foresight, price: float) -> tuple[int, float]:
-        """How many guesses to send and what they bring, in tokens."""
-        self._ask_tree(worker, request, foresight)
-        most = min(worker.max_drafts, request.row_end - request.known)
-        return foresight.worth(max(most, 0), price)
+    def _weigh(self, worker: Worker, rows: list[Request], price: float) -> list[Worth]:
+        """What guesses of those that may guess bring where one row more costs as much as `price` tokens."""
+        found = []
+        for request in rows:
+            foresight = request.foresight
+            if foresight is not None:
+                self._ask_tree(worker, request, foresight)
+                most = max(min(worker.max_drafts, request.row_end - request.known), 0)
+                count, gain = foresight.worth(most, price)
+                found.append(Worth(request, count, gain, gain + count * price))
+        return found
 
     def _ask_tree(self, worker: Worker, request: Request, foresight: Foresight) -> None:
         """Once at the beginning, then with every page for which nothing else guesses."""
@@ -121,11 +143,6 @@ class Drafting:
         answer = self._tree.foresee(request.namespace, foresight.text(), worker.key, limit)
         if answer:
             foresight.follow(answer)
-
-
-def _price(worker: Worker) -> float:
-    """Tokens that the time of one row more brings at the pace of late."""
-    return worker.cost.per_row() * worker.pace.tokens_in(1.0)
 
 
 def _may_guess(request: Request) -> bool:

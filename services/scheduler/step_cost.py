@@ -33,11 +33,12 @@ class StepCost:
     def known(self) -> bool:
         return self._y > 0
 
-    def per_row(self) -> float:
-        """ms that one row more takes."""
+    def parts(self) -> tuple[float, float]:
+        """ms that every step takes, and ms for each row."""
         mean, time = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean * mean
         if spread < LEAST_SPREAD:
-            return time * FIRST_SHARE / (1 + mean * FIRST_SHARE)
-        slope = (self._xy / self._n - mean * time) / spread
-        return min(max(slope, 0.0), time / mean)
+            each = time * FIRST_SHARE / (1 + mean * FIRST_SHARE)
+        else:
+            each = min(max((self._xy / self._n - mean * time) / spread, 0.0), time / mean)
+        return time - mean * each, each

@@ -129,11 +129,13 @@ def test_a_step_costs_a_fixed_part_and_one_for_each_row(fixed: float, each: floa
     cost = StepCost()
     for rows in [1, 4, 9, 30, 2, 17] * 10:
         cost.observe(rows, fixed + each * rows)
-    assert cost.per_row() == pytest.approx(each, abs=1e-6)
+    assert cost.parts() == pytest.approx((fixed, each), abs=1e-6)
 
 
 def test_steps_of_one_size_say_little_of_a_row() -> None:
     cost = StepCost()
     for _ in range(10):
         cost.observe(1, 18.0)
-    assert 0 < cost.per_row() < 1.0
+    fixed, each = cost.parts()
+    assert 0 < each < 1.0
+    assert fixed + each == pytest.approx(18.0)
