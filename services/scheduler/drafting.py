@@ -71,6 +71,8 @@ class Drafting:
         if not worker.max_drafts or not worker.cost.known:
             return False
         rows = [request for request in worker.running.values() if request.dispatched >= request.prefill_end]
+        if not rows:
+            return False
         fixed, each = worker.cost.parts()
         pace = len(rows) / (fixed + each * len(rows))
         return sum(worth.gain for worth in self._weigh(worker, rows, pace * each)) > pace * PAUSE_MS

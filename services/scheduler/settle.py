@@ -172,7 +172,7 @@ class Settler:
                 self._lifecycle.finish(request, error(failure.detail))
 
     def _keep_scores(self, step: InflightStep, result: StepResult) -> None:
-        rows = [*step.decode, *(chunk.request for chunk in step.chunks if chunk.sample)]
+        rows = [*step.decode, *(chunk.request for chunk in step.chunks for _ in range(chunk.num_samples))]
         for row_scores in result.scores:
             request = rows[row_scores.row]
             if request.finish is None:

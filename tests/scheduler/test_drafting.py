@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.messages.stream import FinishReason
+from tests.fake_engine import expected_scores
 from tests.local_fleet import LocalFleet, tokens
 from tests.scheduler.guesses import let_guess
 
@@ -113,6 +114,25 @@ def test_who_may_not_guess_does_not(fields: dict[str, float]) -> None:
     fleet.run()
     fleet.assert_answered(rid)
     assert not fleet.core.metrics.counters["draft_tokens"]
+
+
+def test_scores_beside_guesses_are_those_of_their_own_row() -> None:
+    fleet = guessing_fleet()
+    let_guess(fleet)
+    guessing = [fleet.submit(tokens(30, seed=i), 50) for i in range(3)]
+    prompts = [tokens(20 + i, seed=50 + i) for i in range(3)]
+    scored = []
+    for prompt in prompts:  # each comes while the others guess, so that its first score is one of a prefill's
+        scored.append(fleet.submit(prompt, 12, logprobs=0))
+        for _ in range(2):
+            fleet.turn()
+            [fleet.step(worker) for worker in fleet.workers.values() if worker.commands]
+    fleet.run()
+    fleet.assert_answered(*guessing, *scored)
+    assert fleet.core.metrics.counters["accepted_draft_tokens"]
+    for rid, prompt in zip(scored, prompts, strict=True):
+        whole = [*prompt, *fleet.stream(rid).tokens]
+        assert fleet.stream(rid).logprobs.tolist() == expected_scores(whole, len(prompt), len(whole))
 
 
 @pytest.mark.parametrize("config", [{"speculative_algorithm": "none"}, {"speculative_num_draft_tokens": 2}])
