@@ -82,6 +82,7 @@ prefills = st.builds(
     sample=st.booleans(),
     score_from=st.one_of(st.just(-1), wide),
     next_token=st.one_of(st.just(-1), wide),
+    drafts=st.one_of(st.sampled_from([0, 0, 1, 2]), wide),
 )
 commands = st.fixed_dictionaries(
     {},
@@ -105,7 +106,7 @@ class Watched:
     """A bench whose model looks at every index before it uses one."""
 
     def __init__(self, *, pipelined: bool) -> None:
-        self.bench = Bench(slots=SLOTS, pages=PAGES, context=CONTEXT, max_tokens=MOST)
+        self.bench = Bench(slots=SLOTS, pages=PAGES, context=CONTEXT, max_tokens=MOST, drafts=0 if pipelined else 3)
         whole = self.bench.whole  # whatever the switch of `cuda.start` says
         self.engine = PipelinedEngine(whole, HostDevice()) if pipelined else whole
         self.bench.engine = self.engine  # type: ignore[assignment]
@@ -127,7 +128,8 @@ class Watched:
         assert (batch.qo_indptr.diff() > 0).all()
         earlier: list[tuple[set[int], int]] = []
         for group in batch.groups:
-            within(group.rows, batch.num_decode_rows)
+            within(group.rows, batch.num_rows)
+            assert (batch.qo_indptr.diff()[group.rows.long()] == 1).all()
             rows = set(group.rows.tolist())
             assert len(rows) == len(group.rows)
             assert 0 < group.num_pages <= batch.page_tables.shape[1]

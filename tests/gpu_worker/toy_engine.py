@@ -86,10 +86,16 @@ class Bench(Steps):
     engine: Engine
 
     def __init__(
-        self, slots: int = 8, pages: int = 64, context: int = 64, max_tokens: int = 64, vocab: int = VOCAB
+        self,
+        slots: int = 8,
+        pages: int = 64,
+        context: int = 64,
+        max_tokens: int = 64,
+        vocab: int = VOCAB,
+        drafts: int = 0,
     ) -> None:
         self.runner = ToyRunner(pages, vocab=vocab)
-        self.limits = SlotLimits(slots, pages, PAGE, context, vocab)
+        self.limits = SlotLimits(slots, pages, PAGE, context, vocab, drafts)
         self.whole = Engine(self.runner, self.limits, max_tokens, CPU)
         # In one piece; in two halves where the tests are run with the switch of `cuda.start`.
         super().__init__(split(self.whole, graph_device(CPU)))
