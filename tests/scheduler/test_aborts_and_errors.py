@@ -251,10 +251,10 @@ def test_a_request_whose_steps_cannot_be_planned_ends_and_the_scheduler_lives(mo
     bad = fleet.submit(tokens(20), 30)
     decode = fleet.core.planner._decode
 
-    def fails_for_one(plan: Any, worker: Any) -> None:
+    def fails_for_one(plan: Any, worker: Any, drafts: Any) -> None:
         if any(request.request_id == bad for request in worker.collect_decoding()):
             raise RuntimeError("boom")
-        decode(plan, worker)
+        decode(plan, worker, drafts)
 
     monkeypatch.setattr(fleet.core.planner, "_decode", fails_for_one)
     for incarnation in range(2, 5):
