@@ -92,6 +92,7 @@ class Deployment:
         """The streamed answer; `after_chunks(n)` is called after the n-th piece of text."""
         body: dict[str, Any] = {"model": "default", "messages": [{"role": "user", "content": PROMPT}], "stream": True}
         body |= {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
+        body["frequency_penalty"] = 0.01  # nothing is guessed, so that even an answer given before comes piece by piece
         pieces: list[str] = []
         with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
             response.raise_for_status()
