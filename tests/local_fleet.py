@@ -22,7 +22,7 @@ from shared.messages.request import (
     SamplingParams,
     StreamAck,
 )
-from tests.fake_engine import VOCAB, generate
+from tests.fake_model import VOCAB, generate
 from tests.local_peers import LocalDetokenizer, LocalEdge, LocalTokenizer, LocalWorker, StreamRecord, worker_hello
 
 

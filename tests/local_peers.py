@@ -19,7 +19,8 @@ from shared.messages.request import (
 from shared.messages.step import Drain, StepCommand, TokenMasks, WorkerHello, WorkerReset, WorkerWelcome
 from shared.messages.stream import Finish, Scores, StreamOpen, TokenChunks
 from shared.transport import PeerBusy, PeerGone
-from tests.fake_engine import VOCAB, FakeEngine
+from tests.fake_engine import FakeEngine
+from tests.fake_model import VOCAB
 
 
 def worker_hello(worker_id: str = "w", incarnation: int = 1, **changes: Any) -> WorkerHello:

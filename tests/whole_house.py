@@ -27,7 +27,7 @@ from services.tokenizer.service import TokenizerService
 from shared import ints
 from shared.config import DetokenizerConfig, SchedulerConfig, TokenizerConfig
 from shared.messages.request import SamplingParams
-from tests.fake_engine import chain, hash_of
+from tests.fake_model import chain, hash_of
 from tests.fakes import FakeWorker
 from tests.local_peers import worker_hello
 from tests.tokenizer.tiny_folder import VOCAB_SIZE, write_model_folder

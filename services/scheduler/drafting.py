@@ -28,8 +28,6 @@ MOST_ROWS = 192
 """Larger steps are prefills, whose rows cost something else."""
 FORESEEN = 512
 """Tokens of an answer in the tree that are taken at once."""
-
-
 PASSES = 2
 """Prices are found by turns with what they let through."""
 
@@ -110,11 +108,7 @@ class Drafting:
         foresight, start = request.foresight, request.dispatched
         assert foresight is not None
         assert start == request.known - 1, f"{request.request_id} guesses from {start} of {request.known} tokens"
-        missing = -(-(start + 1 + count) // worker.hello.page_size) - len(request.pages)
-        for page in (self._seats.take_pages(worker, missing) or []) if missing > 0 else []:
-            self._seats.append_page(request, page)
-            plan.page_slots.append(request.slot)
-            plan.page_ids.append(page)
+        plan.add_pages(request.slot, self._seats.grow(worker, request, start + 1 + count))
         count = min(count, request.capacity - start - 1)
         tokens = request.tokens(start, start + 1) + foresight.guess(count)
         end = start + 1 + count

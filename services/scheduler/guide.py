@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 SLOW_MS = 25.0
 """A mask that takes longer is filled before its row is planned: the other rows go on without it."""
-
-
 FIRST_SPARED = 0.2
 """Forced runs to each sampled token, as long as nothing is known of a text."""
 REMEMBERED = 32

@@ -69,6 +69,11 @@ class StepPlan:
     masked: list[Request] = field(default_factory=list)  # whose rows sample under a mask
     masked_slots: array[int] = field(default_factory=lambda: array("i"))
 
+    def add_pages(self, slot: int, pages: list[int]) -> None:
+        """The slot's table has grown by these."""
+        self.page_slots.extend([slot] * len(pages))
+        self.page_ids.extend(pages)
+
     def mask(self, request: Request) -> None:
         """The request's row is planned, and its sample must obey a constraint."""
         guide = request.guide

@@ -46,11 +46,7 @@ def _add_jump(plan: StepPlan, worker: Worker, seats: Seats, request: Request, bu
     assert guide is not None
     start, last = request.dispatched, request.known + len(guide.forced)
     end = min(last, start + budget)
-    missing = -(-end // worker.hello.page_size) - len(request.pages)
-    for page in (seats.take_pages(worker, missing) or []) if missing > 0 else []:
-        seats.append_page(request, page)
-        plan.page_slots.append(request.slot)
-        plan.page_ids.append(page)
+    plan.add_pages(request.slot, seats.grow(worker, request, end))
     end = min(end, request.capacity)
     if end <= start:
         return

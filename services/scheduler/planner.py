@@ -86,8 +86,7 @@ class Planner:
 
     def _append_page(self, plan: StepPlan, request: Request, page: int) -> None:
         self._seats.append_page(request, page)
-        plan.page_slots.append(request.slot)
-        plan.page_ids.append(page)
+        plan.add_pages(request.slot, [page])
 
     def _take_a_seat_away(self, plan: StepPlan, worker: Worker) -> None:
         victim = max(worker.running.values(), key=_age)

@@ -62,6 +62,14 @@ class Seats:
         request.capacity += self.tree.page_size
         request.barrier = min(request.capacity, request.row_end - 1)
 
+    def grow(self, worker: Worker, request: Request, end: int) -> list[int]:
+        """Give the request what pages it lacks for positions up to `end`, all or none; returns them."""
+        missing = -(-end // self.tree.page_size) - len(request.pages)
+        pages = (self.take_pages(worker, missing) or []) if missing > 0 else []
+        for page in pages:
+            self.append_page(request, page)
+        return pages
+
     def store(self, request: Request, end: int, ready_step: int = -1) -> None:
         """Let the tree have the pages of positions up to `end`; what it has already stays the request's own."""
         lease, page_size = request.lease, self.tree.page_size

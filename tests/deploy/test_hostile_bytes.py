@@ -38,7 +38,7 @@ from tests.deploy.hostile import (
     raw_dealer,
     truncated_messages,
 )
-from tests.fake_engine import generate
+from tests.fake_model import generate
 from tests.local_fleet import tokens
 from tests.protocol.house import House
 

@@ -11,7 +11,7 @@ import pytest
 
 from services.scheduler.__main__ import SchedulerService
 from tests.deploy.fault_proxy import FaultProxy
-from tests.fake_engine import generate
+from tests.fake_model import generate
 from tests.fakes import FakeDetokenizer, FakeWorker
 from tests.local_fleet import tokens
 from tests.local_peers import worker_hello

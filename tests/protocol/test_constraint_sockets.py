@@ -11,7 +11,7 @@ import pytest
 from radixfleet.models import resolve
 from shared.messages.request import Constraint
 from shared.messages.stream import FinishReason
-from tests.fake_engine import generate
+from tests.fake_model import generate
 from tests.local_fleet import tokens
 from tests.protocol.house import House
 from tests.scheduler.guided_kit import text_of

@@ -8,7 +8,7 @@ import pytest
 
 from shared.messages.step import WorkerDrain
 from shared.messages.stream import FinishReason, StopMatched
-from tests.fake_engine import generate
+from tests.fake_model import generate
 from tests.local_fleet import tokens
 from tests.protocol.house import House
 

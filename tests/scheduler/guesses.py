@@ -9,7 +9,7 @@ from typing import Any
 from services.scheduler.request import Request
 from services.scheduler.worker import Worker
 from shared import ints
-from tests.fake_engine import VOCAB, generate
+from tests.fake_model import VOCAB, generate
 from tests.local_fleet import LocalFleet
 
 

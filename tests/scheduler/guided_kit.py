@@ -14,7 +14,7 @@ from services.scheduler.constraint.state import ConstraintState
 from services.scheduler.guide import Guide
 from services.scheduler.request import Request
 from shared.messages.request import Constraint
-from tests.fake_engine import EMPTY, VOCAB, chain, sampled_under
+from tests.fake_model import EMPTY, VOCAB, chain, sampled_under
 from tests.local_fleet import LocalFleet
 from tests.scheduler.constraint.constraint_kit import build, vocabulary
 

@@ -9,7 +9,7 @@ import pytest
 from services.scheduler.request import State
 from shared.messages.step import RowScores, StepResult
 from shared.messages.stream import FinishReason, Scores
-from tests.fake_engine import generate
+from tests.fake_model import generate
 from tests.local_fleet import LocalFleet, tokens
 from tests.local_peers import LocalWorker
 

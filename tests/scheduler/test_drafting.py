@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.messages.stream import FinishReason
-from tests.fake_engine import expected_scores
+from tests.fake_model import expected_scores
 from tests.local_fleet import LocalFleet, tokens
 from tests.scheduler.guesses import let_guess
 

@@ -8,7 +8,7 @@ from services.scheduler.request import State
 from shared.messages.control import Heartbeat, Hello, Ping
 from shared.messages.step import StepResult, WorkerDrain, WorkerFault
 from shared.messages.stream import FinishReason
-from tests.fake_engine import generate
+from tests.fake_model import generate
 from tests.local_fleet import LocalFleet, tokens
 from tests.local_peers import LocalWorker, worker_hello
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.messages.stream import FinishReason
-from tests.fake_engine import generate
+from tests.fake_model import generate
 from tests.local_fleet import LocalFleet, tokens
 
 

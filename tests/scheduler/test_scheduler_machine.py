@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from services.scheduler.request import State
 from shared.messages.step import WorkerDrain, WorkerFault
 from shared.messages.stream import FinishReason, StopMatched
-from tests.fake_engine import expected_scores, generate
+from tests.fake_model import expected_scores, generate
 from tests.local_fleet import LocalFleet, tokens
 from tests.local_peers import LocalDetokenizer, LocalWorker
 from tests.scheduler.guesses import let_guess

@@ -10,7 +10,7 @@ from shared import ints
 from shared.messages.control import Heartbeat, Hello, Ping
 from shared.messages.request import GenerateRequest, SamplingParams, StreamAck
 from shared.messages.stream import FinishReason, StopMatched
-from tests.fake_engine import expected_scores, generate
+from tests.fake_model import expected_scores, generate
 from tests.local_fleet import LocalFleet, tokens
 from tests.local_peers import LocalTokenizer
 

@@ -12,7 +12,7 @@ from services.scheduler.tenants import Bucket
 from shared import ints
 from shared.messages.request import AbortRequest, Operation, RequestRejected, TenantUsage
 from shared.messages.stream import FinishReason
-from tests.fake_engine import generate
+from tests.fake_model import generate
 from tests.local_fleet import LocalFleet, tokens
 
 
