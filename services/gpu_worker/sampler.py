@@ -38,25 +38,26 @@ class Sampler:
 
         A row is unfit where a logit is NaN or +inf or no token is allowed; its token is -1.
         """
-        peaks = logits.amax(1) if self._kernels is None else passes.peaks_of(self._kernels, logits)
+        peaks, tokens = self._likeliest(logits, rows)
         fit = peaks.isfinite().cpu().numpy()
-        tokens = np.full(len(fit), -1, dtype=np.int64)
-        if rows.greedy.all():
-            tokens = _argmax(logits)
-        else:
-            self._draw(logits, peaks, rows, fit, tokens)
+        drawn = np.flatnonzero(~rows.greedy & fit)
+        if len(drawn):
+            self._draw(logits, peaks, rows, drawn, tokens)
         tokens[~fit] = -1
         return tokens, fit
 
-    def _draw(
-        self, logits: torch.Tensor, peaks: torch.Tensor, rows: SampleRows, fit: NDArray[np.bool_], tokens: Ints
-    ) -> None:
+    def _likeliest(self, logits: torch.Tensor, rows: SampleRows) -> tuple[torch.Tensor, Ints]:
+        """The largest logit of each row, and the tokens of the greedy ones."""
+        if self._kernels is not None:
+            return passes.peaks_of(self._kernels, logits)
+        tokens = np.full(len(rows.greedy), -1, dtype=np.int64)
         greedy = np.flatnonzero(rows.greedy)
         if len(greedy):
             tokens[greedy] = _argmax(self._take(logits, greedy))
-        drawn = np.flatnonzero(~rows.greedy & fit)
-        if not len(drawn):
-            return
+        return logits.amax(1), tokens
+
+    def _draw(self, logits: torch.Tensor, peaks: torch.Tensor, rows: SampleRows, drawn: Ints, tokens: Ints) -> None:
+        """The tokens of the rows `drawn`."""
         weights, block_sums = self._weigh(logits, peaks, drawn, rows.temperature[drawn].astype(np.float32))
         sums = block_sums.cpu().numpy().astype(np.float64)
         numbers = uniforms(rows.seeds[drawn], rows.positions[drawn])

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from services.scheduler.node import TOKEN_BYTES
-from services.scheduler.odds import Odds
+from services.scheduler.odds import Odds, Record
 
 LONGEST_CONTEXT = 4
 """Tokens that are looked for; fewer where so many did not stand before."""
@@ -24,7 +24,7 @@ WINDOW = 4096 * TOKEN_BYTES
 class Foresight:
     """All tokens of one request so far and where its next guess stands. `own` and `known` learn how guesses do."""
 
-    __slots__ = ("_at", "_known", "_odds", "_own", "_source", "_text", "asked", "streak")
+    __slots__ = ("_at", "_known", "_odds", "_own", "_record", "_source", "_text", "asked", "streak")
 
     def __init__(self, tokens: bytes, own: Odds, known: Odds) -> None:
         self._text = bytearray(tokens)
@@ -33,6 +33,7 @@ class Foresight:
         self._own = own
         self._known = known
         self._odds = own
+        self._record = Record()
         self.streak = 0  # how many of its guesses have been right, with the context that was found
         self.asked = -1  # tokens there were when the tree was asked last
         self._look()
@@ -56,6 +57,7 @@ class Foresight:
             packed = token.to_bytes(TOKEN_BYTES, "little")
             if self._at >= 0:
                 hit = self._source[self._at : self._at + TOKEN_BYTES] == packed
+                self._record.count(self._odds.of(self.streak), hit=hit)
                 self._odds.count(self.streak, hit=hit)
                 self.streak += 1
                 self._at = self._at + TOKEN_BYTES if hit else -1
@@ -76,7 +78,7 @@ class Foresight:
             return 0, 0.0
         if self._source is not self._text:
             most = min(most, (len(self._source) - self._at) // TOKEN_BYTES)
-        return self._odds.worth(self.streak, most, price)
+        return self._odds.worth(self.streak, most, price, self._record)
 
     def guess(self, count: int) -> bytes:
         """The next `count` guesses, int32 each. Where its own text ends, it goes on with the guesses themselves."""

@@ -11,6 +11,30 @@ MEMORY = 256
 """So many trials of one streak, then the older half counts half."""
 
 
+DOUBT = 0.5
+"""Misses of a text that were expected, and came, before it had any."""
+FADE = 0.1
+"""Of them with every guess: about the last ten count."""
+
+
+class Record:
+    """How one text's guesses do beside those of all texts: it may be one that repeats itself, or never does."""
+
+    __slots__ = ("_expected", "_missed")
+
+    def __init__(self) -> None:
+        self._expected = self._missed = DOUBT
+
+    def count(self, chance: float, *, hit: bool) -> None:
+        """A guess was right or wrong that is right in `chance` of all texts."""
+        self._expected += (1 - chance) - (self._expected - DOUBT) * FADE
+        self._missed += (not hit) - (self._missed - DOUBT) * FADE
+
+    def chance(self, chance: float) -> float:
+        """Of a guess of this text."""
+        return max(1 - (1 - chance) * self._missed / self._expected, 0.0)
+
+
 class Odds:
     """Of one source of guesses; `first` is what is believed of a streak of one before anything was seen."""
 
@@ -33,15 +57,15 @@ class Odds:
         at = min(streak, LONGEST)
         return self._hits[at] / self._trials[at]
 
-    def worth(self, streak: int, most: int, price: float) -> tuple[int, float]:
+    def worth(self, streak: int, most: int, price: float, record: Record) -> tuple[int, float]:
         """How many guesses in a row to send, and what they bring, in tokens.
 
         The last of n guesses only counts where all n are right. `price`: what one more row costs, in tokens that
-        its time would bring otherwise; a guess that is less likely to count is not sent.
+        its time would bring otherwise; a guess that is less likely to count is not sent. `record`: of the text.
         """
         chance, gain = 1.0, 0.0
         for count in range(most):
-            chance *= self.of(streak + count)
+            chance *= record.chance(self.of(streak + count))
             if chance < price:
                 return count, gain
             gain += chance - price

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.gpu_worker.kernels import library, logits
 from services.gpu_worker.kernels.logits import BLOCK
@@ -40,13 +42,28 @@ def test_masks(kernels: library.Library, vocab: int, rows: list[int]) -> None:
     assert torch.equal(wide[:, vocab:], before[:, vocab:])
 
 
-@pytest.mark.parametrize("vocab", [1, 15, 32, 65, 500])
+@pytest.mark.parametrize("vocab", [1, 15, 32, 65, 500, 2048, 5000])
 def test_peaks(kernels: library.Library, vocab: int) -> None:
     x = torch.randn(5, vocab + 2)[:, :vocab]
     x[1] = float("-inf")
     x[2, vocab // 2] = float("nan")
     x[3, vocab // 3] = float("inf")
-    assert torch.equal(logits.peaks_of(kernels, x).nan_to_num(9e9), x.amax(1).nan_to_num(9e9))
+    peaks, places = logits.peaks_of(kernels, x)
+    assert torch.equal(peaks.nan_to_num(9e9), x.amax(1).nan_to_num(9e9))
+    whole = [0, 1, 3, 4]
+    assert places[whole].tolist() == x[whole].argmax(1).tolist()
+    assert 0 <= places[2] < vocab
+
+
+@given(st.data())
+def test_of_equal_peaks_the_first(data: st.DataObject) -> None:
+    vocab = data.draw(st.sampled_from([3, 40, 2050, 4500]))
+    x = torch.zeros(1, vocab)
+    equals = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=4))
+    x[0, equals] = 1.0
+    peaks, places = logits.peaks_of(library.load(), x)
+    assert peaks.tolist() == [1.0]
+    assert places.tolist() == [min(equals)]
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1000])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.foresight import Foresight
-from services.scheduler.odds import MEMORY, Odds
+from services.scheduler.odds import MEMORY, Odds, Record
 from services.scheduler.radix_tree import RadixTree
 from services.scheduler.step_cost import StepCost
 from shared import ints
@@ -120,8 +120,32 @@ def test_odds_follow_what_happens() -> None:
     for _ in range(4 * MEMORY):
         odds.count(2, hit=True)
     assert odds.of(2) > 0.9
-    assert odds.worth(2, 0, 0.1) == (0, 0.0)
-    assert odds.worth(2, 5, 1.1) == (0, 0.0)
+    assert odds.worth(2, 0, 0.1, Record()) == (0, 0.0)
+    assert odds.worth(2, 5, 1.1, Record()) == (0, 0.0)
+
+
+def test_a_text_has_a_record_of_its_own() -> None:
+    """Texts that miss more often than others are guessed less far, and those that miss less often farther."""
+    odds = Odds(0.5)
+    bad, good = Record(), Record()
+    assert bad.chance(0.7) == pytest.approx(0.7)
+    for _ in range(30):
+        bad.count(0.7, hit=False)
+        good.count(0.7, hit=True)
+    assert bad.chance(0.7) < 0.15
+    assert good.chance(0.7) > 0.9
+    assert odds.worth(1, 9, 0.3, bad)[0] < odds.worth(1, 9, 0.3, Record())[0] < odds.worth(1, 9, 0.3, good)[0]
+    for _ in range(30):
+        bad.count(0.7, hit=True)
+    assert bad.chance(0.7) > 0.7
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=50), st.floats(0, 1))
+def test_a_record_turns_chances_into_chances(trials: list[tuple[float, bool]], chance: float) -> None:
+    record = Record()
+    for expected, hit in trials:
+        record.count(expected, hit=hit)
+    assert 0 <= record.chance(chance) <= 1
 
 
 @pytest.mark.parametrize(("fixed", "each"), [(10.0, 0.5), (20.0, 0.0), (1.0, 3.0)])

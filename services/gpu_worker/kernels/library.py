@@ -102,11 +102,10 @@ class MaskCall(ctypes.Structure):
 
 
 class PeakCall(ctypes.Structure):
-    """Largest logits; mirrors PeakCall of interface.h."""
+    """Largest logits and their places; mirrors PeakCall of interface.h."""
 
     _fields_ = (
-        ("logits", c_void_p),
-        ("peaks", c_void_p),
+        *((name, c_void_p) for name in ("logits", "peaks", "places")),
         ("stride", c_int64),
         *((name, c_int32) for name in ("count", "vocab", "threads")),
     )

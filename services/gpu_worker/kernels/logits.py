@@ -45,14 +45,16 @@ def mask_rows(kernels: Library, logits: torch.Tensor, rows: NDArray[np.int64], w
     kernels.functions.rf_mask(kernels.isa_id, call)
 
 
-def peaks_of(kernels: Library, logits: torch.Tensor) -> torch.Tensor:
-    """The largest logit of each row [n]; NaN where any of them is."""
+def peaks_of(kernels: Library, logits: torch.Tensor) -> tuple[torch.Tensor, NDArray[np.int64]]:
+    """The largest logit of each row [n], NaN where any of them is, and the lowest token that has it [n]."""
     _check(logits, np.zeros(0, np.int64))
-    peaks = torch.empty(logits.shape[0], dtype=torch.float32)
     n, vocab = logits.shape
-    call = PeakCall(logits.data_ptr(), peaks.data_ptr(), logits.stride(0), n, vocab, torch.get_num_threads())
+    peaks, places = torch.empty(n, dtype=torch.float32), np.empty(n, dtype=np.int64)
+    call = PeakCall(
+        logits.data_ptr(), peaks.data_ptr(), places.ctypes.data, logits.stride(0), n, vocab, torch.get_num_threads()
+    )
     kernels.functions.rf_peak(kernels.isa_id, call)
-    return peaks
+    return peaks, places
 
 
 def weigh_rows(

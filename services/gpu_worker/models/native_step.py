@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import structlog
 import torch
 
+from services.gpu_worker import huge_memory
 from services.gpu_worker.attention.base import AttentionBackend
 from services.gpu_worker.attention.native import NativeAttention
 from services.gpu_worker.kernels import NativeUnavailable, library
@@ -77,6 +78,7 @@ class NativeStep:
         ]
         self._head = self._pack(kernels, decoder.head)
         self._layers = NativeDecoder(kernels, layers, q_heads=config.num_heads, eps=config.norm_eps)
+        self._logits = torch.empty((0, self._head.outputs), dtype=torch.float32)  # of the largest step so far
 
     def takes(self, rows: int) -> bool:
         return not self.keeps_plain or rows <= NATIVE_ROWS
@@ -90,8 +92,14 @@ class NativeStep:
         return self._layers.forward(x, *rope, keep, attention)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x [L, hidden], not yet normalised -> fp32 [L, vocab]."""
-        return self._head.forward(x, norm=self._norm, eps=self._eps, float32=True)
+        """x [L, hidden], not yet normalised -> fp32 [L, vocab], until the next call.
+
+        Always the same memory: the system takes as long to provide new pages as they take to be read.
+        """
+        if len(self._logits) < len(x):
+            rows = 2 * len(x)
+            self._logits = huge_memory.zeros(4 * rows * self._head.outputs).view(torch.float32).view(rows, -1)
+        return self._head.forward(x, out=self._logits[: len(x)], norm=self._norm, eps=self._eps, float32=True)
 
     def _pack_layer(self, kernels: Library, layer: DecoderLayer, rope: bool) -> LayerWeights:
         assert isinstance(layer.mlp, GatedMlp)

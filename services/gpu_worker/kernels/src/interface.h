@@ -118,7 +118,8 @@ struct MaskCall {
 
 struct PeakCall {
   const float* logits;
-  float* peaks;  // [count]
+  float* peaks;     // [count]
+  int64_t* places;  // [count], the first token with that logit
   int64_t stride;
   int32_t count, vocab, threads;
 };

@@ -31,32 +31,48 @@ void mask_rows(const MaskCall& c) {
   }
 }
 
-// The largest logit of each row; NaN where any of them is.
+constexpr int kPeakBlock = 2048;  // of it only the best is looked through for the place
+
+// The largest of n values; `broken` where any of them is NaN.
+inline float peak_of(const float* x, int n, bool& broken) {
+  Vec best[2] = {splat(-INFINITY), splat(-INFINITY)};
+  Int bad = {};
+  int i = 0;
+  for (; i + 2 * kWidth <= n; i += 2 * kWidth) {
+    const Vec a = load(x + i), b = load(x + i + kWidth);
+    best[0] = maximum(best[0], a);
+    best[1] = maximum(best[1], b);
+    bad |= (a != a) | (b != b);
+  }
+  float lanes[kWidth], peak = -INFINITY;
+  store(lanes, maximum(best[0], best[1]));
+  for (int l = 0; l < kWidth; l++) {
+    peak = lanes[l] > peak ? lanes[l] : peak;
+    broken |= bad[l] != 0;
+  }
+  for (; i < n; i++) {
+    peak = x[i] > peak ? x[i] : peak;
+    broken |= x[i] != x[i];
+  }
+  return peak;
+}
+
+// The largest logit of each row, NaN where any of them is, and where it stands first.
 void peak_rows(const PeakCall& c) {
 #pragma omp parallel for num_threads(c.threads) schedule(static)
   for (int r = 0; r < c.count; r++) {
     const float* row = c.logits + r * c.stride;
-    Vec best[2] = {splat(-INFINITY), splat(-INFINITY)};
-    Int broken = {};
-    int i = 0;
-    for (; i + 2 * kWidth <= c.vocab; i += 2 * kWidth) {
-      const Vec a = load(row + i), b = load(row + i + kWidth);
-      best[0] = maximum(best[0], a);
-      best[1] = maximum(best[1], b);
-      broken |= (a != a) | (b != b);
+    float peak = -INFINITY;
+    bool broken = false;
+    int64_t place = 0;
+    for (int start = 0; start < c.vocab; start += kPeakBlock) {
+      const int n = c.vocab - start < kPeakBlock ? c.vocab - start : kPeakBlock;
+      const float here = peak_of(row + start, n, broken);
+      if (here > peak) peak = here, place = start;
     }
-    float lanes[kWidth], peak = -INFINITY;
-    bool nan = false;
-    store(lanes, maximum(best[0], best[1]));
-    for (int l = 0; l < kWidth; l++) {
-      peak = lanes[l] > peak ? lanes[l] : peak;
-      nan |= broken[l] != 0;
-    }
-    for (; i < c.vocab; i++) {
-      peak = row[i] > peak ? row[i] : peak;
-      nan |= row[i] != row[i];
-    }
-    c.peaks[r] = nan ? NAN : peak;
+    while (!broken && row[place] != peak) place++;
+    c.peaks[r] = broken ? NAN : peak;
+    c.places[r] = place;
   }
 }
 
