@@ -54,7 +54,7 @@ class FakeEngine:
     steps: list[StepCommand] = field(default_factory=list)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _cells: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)  # page -> (position, token, hash)
-    _masks: dict[int, bytes] = field(default_factory=dict)  # of this step, by slot
+    _masks: dict[int, list[bytes]] = field(default_factory=dict)  # of this step, by slot: one for each sample
     _users: dict[int, int] = field(default_factory=dict)  # page -> open slots with it in their table
 
     def read_page(self, page: int) -> list[tuple[int, int, int]]:
@@ -145,13 +145,16 @@ class FakeEngine:
         self._check(bool(command.masked_slots) == (masks is not None), "masks that no step is owed, or none")
         if masks is None:
             return
-        sampling = {*ints.unpack(command.decode_slots), *(row.slot for row in command.prefills if row.sample)}
+        sampling = dict.fromkeys(ints.unpack(command.decode_slots), 1)
+        sampling |= {row.slot: 1 + row.drafts for row in command.prefills if row.sample}
         masked = ints.unpack(command.masked_slots).tolist()
         width = -(-self.hello.vocab_size // 32) * 4
-        self._check(set(masked) <= sampling, "a masked slot that does not sample")
+        fits = all(masked.count(slot) == sampling.get(slot, 0) for slot in masked)
+        self._check(fits, "a slot has not one mask for each of its samples")
         self._check(masks[0] == command.masked_slots, "masks of other slots")
         self._check(len(masks[1]) == width * len(masked), "masks of another width")
-        self._masks = {slot: masks[1][i * width : (i + 1) * width] for i, slot in enumerate(masked)}
+        for i, slot in enumerate(masked):
+            self._masks.setdefault(slot, []).append(masks[1][i * width : (i + 1) * width])
 
     # Slots and pages
 
@@ -273,7 +276,7 @@ class FakeEngine:
         params = seat.sampling
         self._check(0 < row.drafts <= self.hello.max_drafts, f"{row.drafts} guesses in one row")
         self._check(row.sample and row.score_from < 0 and row.next_token < 0, "guesses in a row that is scored")
-        self._check(params.logprobs < 0 and row.slot not in self._masks, "guesses for a row with scores or a mask")
+        self._check(params.logprobs < 0, "guesses for a row with scores")
         self._check(params.repetition_penalty == 1.0, "guesses for a row with penalties")
 
     def _sample_with(
@@ -302,7 +305,7 @@ class FakeEngine:
         self._verify_context(slot, seat)
         self._check(seat.remaining > 0, f"slot {slot} has no samples left")
         seat.remaining -= 1
-        mask = self._masks.get(slot)
+        mask = self._masks[slot].pop(0) if slot in self._masks else None
         token = self.choose(seat.state, mask, seat.sampling)
         self._check(token >= 0, f"slot {slot}: no token is allowed")
         if token in self.fail_tokens:

@@ -119,7 +119,7 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
             output = rows.output_of_slot[slot] = rows.num_outputs
             rows.num_outputs += 1 + prefill.drafts
         if prefill.drafts:
-            _require_plain(prefill, command, slots)
+            _require_plain(prefill, slots)
         if slots.lagging[slot]:
             continue  # a decode row before this one was skipped, so its place is not where the scheduler thinks
         tokens = _tokens(rows, prefill, slots)
@@ -146,15 +146,15 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
     rows.outputs = np.concatenate([rows.outputs, np.array(outputs, dtype=np.int64)])
 
 
-def _require_plain(prefill: PrefillRow, command: StepCommand, slots: Slots) -> None:
+def _require_plain(prefill: PrefillRow, slots: Slots) -> None:
     """Raises ProtocolError where the row cannot end in guesses."""
     slot, edits = prefill.slot, slots.edits[prefill.slot]
     if not 0 < prefill.drafts <= slots.limits.max_drafts or 4 * prefill.drafts >= len(prefill.token_ids):
         raise ProtocolError(f"slot {slot} has a row with {prefill.drafts} guesses, at most {slots.limits.max_drafts}")
     if not prefill.sample or prefill.score_from >= 0 or prefill.next_token >= 0:
         raise ProtocolError(f"slot {slot} has guesses in a row that does not sample, or is scored")
-    if slots.scored[slot] or (edits is not None and edits.history is not None) or slot in column(command.masked_slots):
-        raise ProtocolError(f"slot {slot} has guesses, and scores, penalties or a mask")
+    if slots.scored[slot] or (edits is not None and edits.history is not None):
+        raise ProtocolError(f"slot {slot} has guesses, and scores or penalties")
 
 
 def _tokens(rows: StepRows, prefill: PrefillRow, slots: Slots) -> Ints:

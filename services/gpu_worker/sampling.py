@@ -5,6 +5,7 @@ Leaves the choice itself to `sampler` and the order of things in a step to `engi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,18 +49,31 @@ def take_masks(
     """Wait for the one TokenMasks a masked step is owed, even when none of its rows runs."""
     if not command.masked_slots:
         return None
-    masked = column(command.masked_slots).tolist()
-    unknown = [slot for slot in masked if slot not in rows.output_of_slot]
-    if unknown or len(set(masked)) != len(masked):
-        raise ProtocolError(f"masked slots {unknown or masked} are not each one sampling row")
+    masked = _masked_outputs(command, rows)
     slots, data = source(command.step_id)
     words = -(-vocab_size // 32)
     if slots != command.masked_slots or len(data) != len(masked) * words * 4:
         raise ProtocolError(f"the masks of step {command.step_id} do not fit its masked slots")
     row_of = {int(output): row for row, output in enumerate(rows.outputs)}
-    present = [(i, row_of[rows.output_of_slot[s]]) for i, s in enumerate(masked) if rows.output_of_slot[s] in row_of]
+    present = [(i, row_of[output]) for i, output in enumerate(masked) if output in row_of]
     bits = np.frombuffer(data, dtype="<u4").reshape(len(masked), words)
     return MaskRows(np.array([r for _, r in present], dtype=np.int64), bits[[i for i, _ in present]])
+
+
+def _masked_outputs(command: StepCommand, rows: StepRows) -> list[int]:
+    """The output that each mask is for. Raises ProtocolError unless a masked slot has one for each of its samples."""
+    masked = column(command.masked_slots).tolist()
+    samples = {row.slot: 1 + row.drafts for row in command.prefills}
+    outputs: list[int] = []
+    seen: Counter[int] = Counter()
+    for slot in masked:
+        if slot not in rows.output_of_slot:
+            raise ProtocolError(f"masked slot {slot} has no sampling row")
+        outputs.append(rows.output_of_slot[slot] + seen[slot])
+        seen[slot] += 1
+    if any(count != samples.get(slot, 1) for slot, count in seen.items()):
+        raise ProtocolError(f"masked slots {masked} are not one for each sample")
+    return outputs
 
 
 def sample_rows(

@@ -120,6 +120,7 @@ class Core:
     def _ended(self, request: Request) -> None:
         self.names.discard(request)
         self.tenants.ended(request)
+        self.drafting.remember(request)
 
     def forget(self, request: Request) -> None:
         """Nobody will ask about it again."""

@@ -12,9 +12,12 @@ the next step is planned only once the result of the one before is there. Leaves
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.scheduler.foresight import Foresight
+from services.scheduler.guide import Guide
+from services.scheduler.habits import CaseOdds, FormForesight, Habits
 from services.scheduler.inflight import Chunk, InflightStep, StepPlan
 from services.scheduler.odds import Odds
 from services.scheduler.pace import PAUSE_MS
@@ -22,7 +25,9 @@ from services.scheduler.radix_tree import RadixTree
 from services.scheduler.request import Request
 from services.scheduler.seats import Seats
 from services.scheduler.worker import Worker
+from shared import ints
 from shared.messages.step import StepResult
+from shared.messages.stream import FinishReason
 
 MOST_ROWS = 192
 """Larger steps are prefills, whose rows cost something else."""
@@ -49,12 +54,34 @@ class Drafting:
         # By temperature: (own text, the tree).
         self._greedy = (Odds(0.3), Odds(0.9))
         self._drawn = (Odds(0.2), Odds(0.3))
+        self._habits = Habits()
+        self._greedy_forms = (CaseOdds(), CaseOdds())
+        self._drawn_forms = (CaseOdds(), CaseOdds())
 
     def prepare(self, worker: Worker, request: Request) -> None:
         """The request takes a seat."""
-        if worker.max_drafts and request.foresight is None and _may_guess(request):
+        if not worker.max_drafts or not _may_guess(request):
+            return
+        if request.guide is not None:
+            self._prepare_guided(request, request.guide)
+        elif request.foresight is None:
             odds = self._greedy if request.sampling.temperature <= 0 else self._drawn
             request.foresight = Foresight(request.tokens(0, request.known), *odds)
+
+    def _prepare_guided(self, request: Request, guide: Guide) -> None:
+        constraint = request.message.constraint
+        if guide.foresight is None and constraint is not None:
+            forms = self._habits.of(request.namespace, constraint)
+            odds = self._greedy_forms if request.sampling.temperature <= 0 else self._drawn_forms
+            guide.foresight = FormForesight(request.tokens(0, request.known), forms, *odds)
+
+    def remember(self, request: Request) -> None:
+        """It has ended: others under its grammar may write alike."""
+        constraint, finish = request.message.constraint, request.finish
+        if constraint is None or finish is None or request.guide is None or request.guide.foresight is None:
+            return
+        if finish.reason in (FinishReason.STOP, FinishReason.LENGTH) and request.output:
+            self._habits.add(request.namespace, constraint, ints.pack(request.output))
 
     def measured(self, worker: Worker, step: InflightStep, result: StepResult) -> None:
         """A step's result is in."""
@@ -73,7 +100,8 @@ class Drafting:
             return False
         fixed, each = worker.cost.parts()
         pace = len(rows) / (fixed + each * len(rows))
-        return sum(worth.gain for worth in self._weigh(worker, rows, pace * each)) > pace * PAUSE_MS
+        gain = sum(worth.gain for worth in self._weigh(worker, rows, pace * each))
+        return gain + sum(gain for _, _, gain in self._weigh_guided(worker, pace * each)) > pace * PAUSE_MS
 
     def choose(self, worker: Worker) -> list[Request]:
         """Those that send guesses in the next step, and how many; they take no decode row in it."""
@@ -96,6 +124,28 @@ class Drafting:
             worker.drafting.update((worth.request.slot, worth.count) for worth in chosen)
             worker.decoding = None
         return [worth.request for worth in chosen]
+
+    def choose_guided(self, worker: Worker) -> None:
+        """What constrained requests guess in the next step, where nothing of them is in flight."""
+        if not worker.cost.known:
+            return
+        rows = len(worker.running)
+        fixed, each = worker.cost.parts()
+        for guide, guesses, _ in self._weigh_guided(worker, each * rows / (fixed + each * rows)):
+            guide.guesses = guesses
+
+    def _weigh_guided(self, worker: Worker, price: float) -> Iterator[tuple[Guide, tuple[int, ...], float]]:
+        for request in worker.guided.values():
+            guide = request.guide
+            if guide is None or guide.foresight is None:
+                continue
+            guesses: tuple[int, ...] = ()
+            gain = 0.0
+            if not guide.ending and not guide.slow:
+                guide.foresight.catch_up(request)
+                most = min(worker.max_drafts, request.row_end - request.known)
+                guesses, gain = guide.foresight.worth(max(most, 0), price)
+            yield guide, guesses if guide.may_guess(request) else (), gain
 
     def add(self, plan: StepPlan, worker: Worker, requests: list[Request]) -> None:
         """One row each, whose last known token has its place in every step; its guesses share what budget is left."""
@@ -142,5 +192,5 @@ class Drafting:
 
 
 def _may_guess(request: Request) -> bool:
-    """Not where a token needs more than its row's logits: a mask, the tokens before it, a score."""
-    return request.guide is None and request.plain and not request.needs_history and request.max_tokens > 1
+    """Not where a token needs more than its row's logits: the tokens before it, a score."""
+    return request.plain and not request.needs_history and request.max_tokens > 1

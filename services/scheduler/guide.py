@@ -19,6 +19,7 @@ from services.scheduler.constraint.state import ConstraintState
 from shared import ints
 
 if TYPE_CHECKING:
+    from services.scheduler.habits import FormForesight
     from services.scheduler.request import Request
 
 
@@ -34,7 +35,7 @@ class Turn(enum.Enum):
     """What a seated request does in the next step."""
 
     DECODE = enum.auto()
-    JUMP = enum.auto()  # several known tokens as one chunk
+    JUMP = enum.auto()  # several known tokens as one chunk, or guesses behind them
     REST = enum.auto()  # nothing is left to compute, or nothing can be computed yet
 
 
@@ -45,6 +46,8 @@ class Guide:
         "eos_id",
         "filling",
         "forced",
+        "foresight",
+        "guesses",
         "led_slowly",
         "prepared",
         "resting",
@@ -53,6 +56,7 @@ class Guide:
         "spared",
         "state",
         "taken",
+        "useful",
     )
 
     def __init__(self, state: ConstraintState, eos_id: int, *, best_effort: bool = False) -> None:
@@ -69,6 +73,9 @@ class Guide:
         self.prepared: MaskRow | None = None  # the mask of its next row, filled before that row is planned
         self.spared = FIRST_SPARED  # rows that one token of it spares where the step behind it waits for it
         self.led_slowly = False  # taking what must follow takes too long for the loop
+        self.foresight: FormForesight | None = None  # where guesses may be sent
+        self.guesses: tuple[int, ...] = ()  # to be sent with the next row
+        self.useful = 0  # samples of the row with guesses in flight that may count
 
     def write_opening(self, request: Request, opening: Sequence[int]) -> int:
         """What every text begins with is output before the first step: it is prefilled with the prompt.
@@ -119,6 +126,11 @@ class Guide:
             and request.dispatched >= request.prefill_end
         )
 
+    def may_guess(self, request: Request) -> bool:
+        """All that was sampled of it is known, and its next masks can be filled at once."""
+        ready = not self.ending and not self.slow and not self.filling and request.inflight_rows == 0
+        return ready and self.prepared is None and request.dispatched >= request.prefill_end
+
     def has_news(self, request: Request) -> bool:
         """There are tokens that nobody has told the state of, and it can be told now."""
         return self.taken < len(request.output) and not self.filling and self.may_lead(request)
@@ -129,7 +141,7 @@ class Guide:
 
     def lose_rows(self) -> None:
         """None of its rows comes back."""
-        self.forced = ()
+        self.forced = self.guesses = ()
 
     def turn(self, request: Request) -> Turn:
         """Asked while its prefill is dispatched."""
@@ -138,7 +150,7 @@ class Guide:
             return Turn.REST
         if self.slow and self.prepared is None:
             return Turn.REST
-        if request.dispatched == self.sample_at and end - request.dispatched <= 1:
+        if request.dispatched == self.sample_at and end - request.dispatched <= 1 and not self.guesses:
             return Turn.DECODE
         return Turn.JUMP
 

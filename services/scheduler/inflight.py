@@ -29,6 +29,13 @@ class Chunk:
         return (1 + self.drafts) if self.sample else 0
 
 
+class Masked(NamedTuple):
+    """A row that samples under a mask, and behind each of its guesses under another."""
+
+    request: Request
+    guesses: tuple[int, ...] = ()
+
+
 class SharedGroups(NamedTuple):
     """Decode rows that share pages, as a StepCommand's columns say it; all int32."""
 
@@ -66,21 +73,21 @@ class StepPlan:
     budget: int = 0  # tokens this step may still take
     prefill_tokens: int = 0
     cached_tokens: int = 0
-    masked: list[Request] = field(default_factory=list)  # whose rows sample under a mask
-    masked_slots: array[int] = field(default_factory=lambda: array("i"))
+    masked: list[Masked] = field(default_factory=list)
+    masked_slots: array[int] = field(default_factory=lambda: array("i"))  # one for each sample
 
     def add_pages(self, slot: int, pages: list[int]) -> None:
         """The slot's table has grown by these."""
         self.page_slots.extend([slot] * len(pages))
         self.page_ids.extend(pages)
 
-    def mask(self, request: Request) -> None:
-        """The request's row is planned, and its sample must obey a constraint."""
+    def mask(self, request: Request, guesses: tuple[int, ...] = ()) -> None:
+        """The request's row is planned, and its samples must obey a constraint."""
         guide = request.guide
         assert guide is not None
         guide.sample_at = request.dispatched
-        self.masked.append(request)
-        self.masked_slots.append(request.slot)
+        self.masked.append(Masked(request, guesses))
+        self.masked_slots.extend([request.slot] * (1 + len(guesses)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +98,7 @@ class InflightStep:
     chunks: list[Chunk]
     dispatched_at: float
     num_samples: int
-    masked: list[Request] = field(default_factory=list)
+    masked: list[Masked] = field(default_factory=list)
     masked_slots: bytes = b""
 
     def rows(self) -> Iterator[Request]:

@@ -1,10 +1,11 @@
-"""The planner's pass for forced tokens: what a grammar leaves no choice about is computed as one chunk, not decoded.
+"""The planner's pass for forced and guessed tokens: what a grammar leaves no choice about is a chunk, not decoded.
 
     step t      mask of t allows one token only: the first of the forced ones
     step t + 1  all forced tokens as one prefill row, whose sample is the first free one
 
 Where the step waited for the result before it (leading), the forced tokens are known and stand behind the last one.
-Leaves finding forced tokens to the fill jobs, and decode rows to the planner.
+Guesses stand behind them, each with a sample under a mask of its own.
+Leaves finding forced tokens to the fill jobs, guesses to drafting and decode rows to the planner.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from services.scheduler.inflight import Chunk, StepPlan
 from services.scheduler.request import Request
 from services.scheduler.seats import Seats
 from services.scheduler.worker import Worker
+from shared import ints
 
 
 def choose_turns(worker: Worker) -> list[Request]:
@@ -44,17 +46,22 @@ def add_jumps(plan: StepPlan, worker: Worker, seats: Seats, jumps: list[Request]
 def _add_jump(plan: StepPlan, worker: Worker, seats: Seats, request: Request, budget: int) -> None:
     guide = request.guide
     assert guide is not None
+    guesses, guide.guesses = guide.guesses, ()
     start, last = request.dispatched, request.known + len(guide.forced)
-    end = min(last, start + budget)
+    end = min(last + len(guesses), start + budget)
     plan.add_pages(request.slot, seats.grow(worker, request, end))
     end = min(end, request.capacity)
     if end <= start:
         return
-    tokens = guide.tokens(request, start, end)
-    plan.chunks.append(Chunk(request, request.slot, start, end, sample=end == last, tokens=tokens))
+    guesses = guesses[: max(end - last, 0)]
+    tokens = guide.tokens(request, start, end - len(guesses)) + ints.pack(guesses)
+    plan.chunks.append(Chunk(request, request.slot, start, end, sample=end >= last, tokens=tokens, drafts=len(guesses)))
     plan.budget -= end - start
     plan.prefill_tokens += end - start
     request.dispatched = end
     request.inflight_rows += 1
-    if end == last:
-        plan.mask(request)
+    if end >= last:
+        plan.mask(request, guesses)
+    if guesses:
+        worker.drafting[request.slot] = len(guesses)
+        worker.decoding = None

@@ -21,7 +21,7 @@ from services.scheduler.constraint.matcher import MaskRow
 from services.scheduler.constraint.state import ConstraintState
 from services.scheduler.fleet import Fleet
 from services.scheduler.guide import Guide
-from services.scheduler.inflight import InflightStep
+from services.scheduler.inflight import InflightStep, Masked
 from services.scheduler.lifecycle import Lifecycle, error
 from services.scheduler.metrics import Metrics
 from services.scheduler.request import Request
@@ -76,9 +76,9 @@ class Masking:
         worker.masks_asked = step.step_id
         worker.masking = True
         worker.head_since = STANDS_STILL
-        rows = [_take_prepared(request) for request in step.masked]
-        held = [None if row is not None else _hold(r) for r, row in zip(step.masked, rows, strict=True)]
-        jobs = [_job(request, guide) for request, guide in zip(step.masked, held, strict=True)]
+        rows = [_take_prepared(masked.request) for masked in step.masked]
+        held = [None if row is not None else _hold(m.request) for m, row in zip(step.masked, rows, strict=True)]
+        jobs = [_job(masked, guide) for masked, guide in zip(step.masked, held, strict=True)]
         answer = self._get_filler(worker.hello.vocab_size).submit(jobs)
         answer.add_done_callback(
             lambda done: self._post(partial(self._answered, worker, step, held, rows, done.result()))
@@ -91,7 +91,7 @@ class Masking:
             if guide is None or not guide.wants_preparation(request):
                 continue
             guide.filling = True
-            answer = self._get_filler(worker.hello.vocab_size).prepare(_job(request, guide))
+            answer = self._get_filler(worker.hello.vocab_size).prepare(_job(Masked(request), guide))
             answer.add_done_callback(
                 lambda done, request=request, guide=guide: self._post(  # type: ignore[misc]
                     partial(self._prepared, request, guide, done.result())
@@ -164,9 +164,11 @@ class Masking:
         filled: FilledMasks,
     ) -> None:
         worker.masking = False
-        for index, row in enumerate(rows):
+        place = 0
+        for masked, row in zip(step.masked, rows, strict=True):
             if row is not None:
-                filled.bitmask[index] = row
+                filled.bitmask[place] = row
+            place += 1 + len(masked.guesses)
         for guide in held:
             if guide is not None:
                 guide.filling = False
@@ -176,19 +178,22 @@ class Masking:
             masks = TokenMasks(step.step_id, self._epoch, step.masked_slots)
             owed = self._fleet.send(worker, masks, filled.data)
         self._metrics.mask_time.observe(filled.elapsed_ms / 1e3)
-        for request, guide, outcome in zip(step.masked, held, filled.outcomes, strict=True):
-            if guide is not None and request.finish is None:
-                self._take_outcome(request, guide, outcome, owed)
+        for masked, guide, outcome in zip(step.masked, held, filled.outcomes, strict=True):
+            if guide is not None and masked.request.finish is None:
+                self._take_outcome(masked.request, guide, outcome, owed and not masked.guesses)
 
-    def _take_outcome(self, request: Request, guide: Guide, outcome: RowOutcome, owed: bool) -> None:
+    def _take_outcome(self, request: Request, guide: Guide, outcome: RowOutcome, forces: bool) -> None:
+        """`forces`: the row has come to where its mask is, and is followed by nothing but what that forces."""
         guide.judge_time(outcome.elapsed_ms)
         self._metrics.mask_row_time.observe(outcome.elapsed_ms / 1e3)
         if outcome.error:
             self._break_off(request, outcome)
         elif outcome.stopped:
             self.end(request, Finish(FinishReason.STOP, matched_token=guide.eos_id))
-        elif owed:
+        elif forces:
             guide.keep_forced(request, outcome.forced)
+        else:
+            guide.useful = outcome.useful
 
     def _judged(self, request: Request, guide: Guide, outcome: RowOutcome) -> None:
         guide.filling = False
@@ -229,8 +234,9 @@ def _take_prepared(request: Request) -> MaskRow | None:
     return row
 
 
-def _job(request: Request, guide: Guide | None) -> RowJob:
+def _job(masked: Masked, guide: Guide | None) -> RowJob:
+    request, guesses = masked
     if guide is None:
-        return RowJob(None)
+        return RowJob(None, guesses=guesses)
     accepted = guide.take_accepted(request)
-    return RowJob(guide.state, accepted, request.max_tokens - len(request.output))
+    return RowJob(guide.state, accepted, request.max_tokens - len(request.output), guesses)

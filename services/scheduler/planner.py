@@ -54,8 +54,8 @@ class Planner:
         plan = StepPlan(budget=worker.step_tokens)
         worker.shortage *= SHORTAGE_DECAY
         self._seats.reclaim(worker)
-        jumps = choose_turns(worker) if worker.guided else []
         drafts = self._drafting.choose(worker) if worker.max_drafts else []
+        jumps = self._jumps(worker) if worker.guided else []
         self._grow(plan, worker, [*worker.collect_decoding(), *jumps, *drafts])
         self._decode(plan, worker, drafts)
         self._drafting.add(plan, worker, drafts)
@@ -63,6 +63,11 @@ class Planner:
         self._continue_prefills(plan, worker)
         self._admit(plan, worker)
         return plan if plan.decode or plan.chunks or worker.closes else None
+
+    def _jumps(self, worker: Worker) -> list[Request]:
+        if worker.max_drafts:
+            self._drafting.choose_guided(worker)
+        return choose_turns(worker)
 
     # Decode rows: every running request has its place in every step.
 

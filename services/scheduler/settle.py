@@ -102,11 +102,17 @@ class Settler:
         if request.finish is not None:
             return
         kept = list(takewhile(_is_token, tokens))
+        guide = request.guide
+        if guide is not None and guide.ending:
+            return
         if not kept:
             self._lifecycle.finish(request, error("the worker skipped a row of a live request"))
             return
         self._metrics.count("accepted_draft_tokens", len(kept) - 1)
         self._outbox.touch(request)
+        if guide is not None:
+            self._follow_guesses(worker, request, guide, kept)
+            return
         if request.foresight is not None:
             request.foresight.learn(kept)
         for token in kept:
@@ -117,6 +123,26 @@ class Settler:
             request.dispatched = request.known - 1  # the wrong guesses will be written over
             worker.decoding = None
         self._look_at(request, kept[-1])
+
+    def _follow_guesses(self, worker: Worker, request: Request, guide: Guide, kept: list[int]) -> None:
+        """Samples of a row with guesses, each under its mask. With the last useful one the text may be complete."""
+        useful = kept[: guide.useful]
+        for index, token in enumerate(useful):
+            guide.count_spared(spared=index > 0)
+            request.output.append(token)
+            if self._masking.stops(request, token):
+                return
+        if len(kept) > len(useful):
+            self._masking.end(request, Finish(FinishReason.STOP, matched_token=guide.eos_id))
+            return
+        if request.worker is worker:
+            request.dispatched = guide.sample_at = request.known - 1  # the wrong guesses will be written over
+            worker.decoding = None
+            self._seats.store(request, request.dispatched - request.dispatched % self._page_size)
+        if len(request.output) >= request.max_tokens:
+            self._masking.judge(request)
+        elif request.state is not State.RUNNING:
+            self._lifecycle.settled(request)
 
     def _follow(self, request: Request, guide: Guide, token: int) -> None:
         """A token under a constraint: what it forces is output too. The state hears of all of it with the next mask."""

@@ -80,7 +80,7 @@ class PrefillRow(Message, frozen=True):
 
     Its last `drafts` tokens may be guesses of what will be sampled: then it samples after the last known token and
     after each guess, and what comes after a guess counts only where the sample before it is that guess. The slot has
-    then computed the known tokens and the right guesses. Not for slots with scores, penalties or masks.
+    then computed the known tokens and the right guesses. Not for slots with scores or penalties.
     """
 
     slot: int
@@ -101,7 +101,7 @@ class StepCommand(Message, frozen=True, tag=33):
     epoch: int
     decode_slots: bytes = b""  # int32: each row's input is the slot's own last sampled token
     prefills: tuple[PrefillRow, ...] = ()
-    masked_slots: bytes = b""  # int32: sampling of these waits for TokenMasks of this step id
+    masked_slots: bytes = b""  # int32: sampling of these waits for TokenMasks of this step id; once for each sample
     opens: tuple[SlotOpen, ...] = ()
     closes: bytes = b""  # int32 slots
     page_slots: bytes = b""  # int32: slot[i] gets page_ids[i] appended to its table
@@ -115,7 +115,7 @@ class StepCommand(Message, frozen=True, tag=33):
 class TokenMasks(Message, frozen=True, tag=34):
     """Header; the bitmask rides in the next frame: uint32 [len(slots), ceil(vocab / 32)], 1 = allowed.
 
-    `slots` are those of masked_slots, in that order.
+    `slots` are those of masked_slots, in that order; the first of a slot is for its first sample, and so on.
     """
 
     step_id: int

@@ -164,12 +164,56 @@ def test_what_no_scheduler_sends_is_refused(row: dict[str, int], params: dict[st
         bench.step(prefills=(prefill(0, list(range(8)), **row),))
 
 
-def test_a_masked_row_has_no_guesses() -> None:
+def masks_for(allowed: list[list[int]]) -> bytes:
+    """One row of a bitmask for each list of tokens; an empty one allows all."""
+    words = np.zeros((len(allowed), -(-VOCAB // 32)), "<u4")
+    for row, some in zip(words, allowed, strict=True):
+        row[:] = 0 if some else 0xFFFFFFFF
+        for token in some:
+            row[token // 32] |= np.uint32(1 << token % 32)
+    return words.tobytes()
+
+
+@pytest.mark.parametrize("masked", [[0], [0, 0], [0, 0, 0, 0], [0, 0, 1]])
+def test_a_masked_row_has_a_mask_for_each_sample(masked: list[int]) -> None:
     bench = DraftBench()
     first = bench.begin()
-    bench.masks[1] = (pack([0]), np.full(4, 0xFFFFFFFF, "<u4").tobytes())
+    bench.masks[1] = (pack(masked), masks_for([[]] * len(masked)))
     with pytest.raises(ProtocolError):
-        bench.guess(first, [1, 2], masked_slots=pack([0]))
+        bench.guess(first, [1, 2], masked_slots=pack(masked))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), temperature=st.sampled_from([0.0, 0.9]))
+def test_guesses_under_masks_lead_to_the_same_answers(seed: int, temperature: float) -> None:
+    """A mask belongs to its position, whether the token there is guessed or not."""
+    draw = random.Random(seed)
+    params = SamplingParams(temperature=temperature, seed=seed)
+    allowed = [draw.sample(range(VOCAB), 9) if draw.random() < 0.7 else [] for _ in range(30)]
+    plain = DraftBench()
+    wanted = [plain.begin(params=params)]
+    for position in range(1, 24):
+        plain.masks[position] = (pack([0]), masks_for([allowed[position]]))
+        wanted += tokens(plain.step([0], masked_slots=pack([0])))
+    bench = DraftBench()
+    out = [bench.begin(params=params)]
+    for step in range(1, 24):
+        if len(out) >= 24:
+            break
+        count = draw.randint(1, min(DRAFTS, 24 - len(out)))
+        right = draw.randint(0, count)
+        guesses = [*wanted[len(out) : len(out) + right], *(draw.randrange(VOCAB) for _ in range(count - right))]
+        slots = pack([0] * (1 + count))
+        bench.masks[step] = (slots, masks_for(allowed[len(out) : len(out) + count + 1]))
+        out += [token for token in tokens(bench.guess(out[-1], guesses[:count], masked_slots=slots)) if token >= 0]
+    assert out[:24] == wanted
+
+
+def test_masks_of_a_row_that_has_ended_are_owed_too() -> None:
+    bench = DraftBench()
+    first = bench.begin(remaining=1)
+    bench.masks[1] = (pack([0, 0]), masks_for([[], []]))
+    assert tokens(bench.guess(first, [1], masked_slots=pack([0, 0]))) == [-1, -1]
 
 
 @settings(max_examples=40, deadline=None)

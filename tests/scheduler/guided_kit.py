@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from services.scheduler.constraint.masks import FilledMasks, RowJob, RowOutcome, fill_row, judge_row
+from services.scheduler.constraint.masks import FilledMasks, RowJob, RowOutcome, fill_rows, judge_row
 from services.scheduler.constraint.state import ConstraintState
 from services.scheduler.guide import Guide
 from services.scheduler.request import Request
@@ -34,8 +34,9 @@ class InlineFiller:
         self.asked += 1
 
         def fill() -> FilledMasks:
-            bitmask = np.empty((len(jobs), WORDS), np.int32)
-            filled = [fill_row(job, bitmask[index]) for index, job in enumerate(jobs)]
+            rows = [np.empty((1 + len(job.guesses), WORDS), np.int32) for job in jobs]
+            filled = [fill_rows(job, own) for job, own in zip(jobs, rows, strict=True)]
+            bitmask = np.concatenate(rows)
             outcomes = tuple(replace(outcome, elapsed_ms=self.elapsed_ms()) for outcome in filled)
             return FilledMasks(bitmask, outcomes, 0.1)
 

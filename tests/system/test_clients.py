@@ -178,15 +178,17 @@ def test_rows_that_share_a_prefix_read_it_once(server: LocalServer) -> None:
     assert read_for([prompt] * 8) < 0.5 * 8 * read_for([prompt])
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "sampling_seed": 5}])
+def count(server: LocalServer, name: str) -> float:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"radixfleet_scheduler_{name}_total"))
+
+
+SAMPLINGS = pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "sampling_seed": 5}])
+
+
+@SAMPLINGS
 def test_guesses_change_the_cost_and_not_the_answer(server: LocalServer, sampling: dict[str, float]) -> None:
     """Who wants scores is not guessed for, so its tokens come one by one."""
-
-    def count(name: str) -> float:
-        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-        return sum(
-            float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"radixfleet_scheduler_{name}_total")
-        )
 
     def answer(**fields: object) -> list[int]:
         params = {**sampling, "max_new_tokens": 90, "ignore_eos": True}
@@ -194,10 +196,32 @@ def test_guesses_change_the_cost_and_not_the_answer(server: LocalServer, samplin
         found: list[int] = httpx.post(f"{server.url}/generate", json=body, timeout=120).json()["output_ids"]
         return found
 
-    before, one_by_one = count("accepted_draft_tokens"), answer(return_logprob=True)
+    before, one_by_one = count(server, "accepted_draft_tokens"), answer(return_logprob=True)
     assert len(one_by_one) == 90
     assert [answer() for _ in range(3)] == [one_by_one] * 3
-    assert eventually(lambda: count("accepted_draft_tokens") > before + 90, 5.0)
+    assert eventually(lambda: count(server, "accepted_draft_tokens") > before + 90, 5.0)
+
+
+@SAMPLINGS
+def test_guesses_under_a_schema_change_the_cost_and_not_the_answer(
+    server: LocalServer, sampling: dict[str, float]
+) -> None:
+    """What earlier texts of a schema have in common is guessed of the later ones."""
+    fields = {"first name": {"type": "string", "maxLength": 20}, "city of birth": {"enum": ["Rome", "Oslo", "Lima"]}}
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+    def answer(name: str, **wishes: object) -> list[int]:
+        params = {**sampling, "max_new_tokens": 60, "json_schema": json.dumps(schema)}
+        body = {"text": f"{name} was born in Rome. As JSON: ", "sampling_params": params, **wishes}
+        found: list[int] = httpx.post(f"{server.url}/generate", json=body, timeout=120).json()["output_ids"]
+        return found
+
+    names = ["Maria", "Priya", "Chloe", "Hugo", "Nina"]
+    before = count(server, "accepted_draft_tokens")
+    one_by_one = [answer(name, return_logprob=True) for name in names]
+    assert count(server, "accepted_draft_tokens") == before
+    assert [answer(name) for name in names] == one_by_one
+    assert eventually(lambda: count(server, "accepted_draft_tokens") > before + len(names), 5.0)
 
 
 def test_idle_uses_almost_no_cpu(server: LocalServer) -> None:

@@ -1,4 +1,4 @@
-"""Fills the masks of a step off the loop's thread: one packed row per masked slot, in the order it was asked for.
+"""Fills the masks of a step off the loop's thread: a packed row for each masked sample, in the order it was asked for.
 
 Every job is answered exactly once, whatever its rows do: a row without a state, or whose matcher breaks, gets
 all ones, and only its own request hears of it. Leaves sending the masks to the loop.
@@ -11,33 +11,43 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from services.scheduler.constraint.state import ALL_ALLOWED, ConstraintState
+from services.scheduler.constraint.state import ALL_ALLOWED, ConstraintState, allows
 
 _NICE = 5
 _ROWS_PER_THREAD = 32  # fewer are not worth another thread
 
 
 class RowJob(Struct, frozen=True):
-    """One masked slot: tokens its request was given since the last job, and how many it may still get."""
+    """One masked slot: tokens its request was given since the last job, and how many it may still get.
+
+    With guesses of what is sampled next it is a mask more for each, that of the sample behind the guess.
+    """
 
     state: ConstraintState | None  # None: the request has ended, but its row is still owed
     accepted: tuple[int, ...] = ()
     budget: int = 1
+    guesses: tuple[int, ...] = ()
 
 
 class RowOutcome(Struct, frozen=True):
-    """`forced` follow by necessity, the first is the only one the mask allows. `stopped`: nothing may follow."""
+    """`forced` follow by necessity, the first is the only one the mask allows. `stopped`: nothing may follow.
+
+    `useful`: so many samples may count, the one before the masks' guesses included; the text is complete with the last.
+    """
 
     forced: tuple[int, ...] = ()
     stopped: bool = False
     error: str = ""
     elapsed_ms: float = 0.0
     complete: bool = False  # of a verdict: the text satisfies its grammar as it is
+    useful: int = 1 << 30
 
 
 class FilledMasks(Struct, frozen=True):
@@ -90,7 +100,8 @@ class MaskFiller:
 class _Batch:
     def __init__(self, jobs: Sequence[RowJob], words: int, answer: Future[FilledMasks]) -> None:
         self._jobs = jobs
-        self._bitmask = np.empty((len(jobs), words), np.int32)
+        self._places = [0, *accumulate(1 + len(job.guesses) for job in jobs)]
+        self._bitmask = np.empty((self._places[-1], words), np.int32)
         self._outcomes = [RowOutcome()] * len(jobs)
         self._answer = answer
         self._started = time.perf_counter()
@@ -103,7 +114,8 @@ class _Batch:
 
     def run(self, chunk: int) -> None:
         for index in range(chunk, len(self._jobs), self._chunks):
-            self._outcomes[index] = fill_row(self._jobs[index], self._bitmask[index])
+            rows = self._bitmask[self._places[index] : self._places[index + 1]]
+            self._outcomes[index] = fill_rows(self._jobs[index], rows)
         with self._lock:
             self._left -= 1
             last = self._left == 0
@@ -114,6 +126,36 @@ class _Batch:
 
 def _be_nice() -> None:
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def fill_rows(job: RowJob, rows: NDArray[np.int32]) -> RowOutcome:
+    """The rows [1 + guesses, words] of one job, whatever happens."""
+    outcome = fill_row(job, rows[0])
+    if not job.guesses:
+        return outcome
+    rows[1:] = ALL_ALLOWED
+    if job.state is None or outcome.error or outcome.stopped:
+        return outcome
+    started = time.perf_counter()
+    try:
+        useful = _fill_ahead(job.state.fork(), job, rows)
+    except Exception as failure:  # as in fill_row: it concerns this request alone
+        return replace(outcome, error=f"{type(failure).__name__}: {failure}")
+    return replace(outcome, useful=useful, elapsed_ms=outcome.elapsed_ms + 1e3 * (time.perf_counter() - started))
+
+
+def _fill_ahead(state: ConstraintState, job: RowJob, rows: NDArray[np.int32]) -> int:
+    """The rows behind the guesses, up to the first that is not allowed: what is sampled behind it never counts."""
+    for index, guess in enumerate(job.guesses):
+        if not allows(rows[index], guess) or not state.advance((guess,)):
+            return 1 << 30
+        if state.is_stopped:
+            return index + 1
+        state.fill(rows[index + 1], job.budget - index - 1)
+        if state.error:
+            rows[index + 1] = ALL_ALLOWED
+            return index + 1
+    return 1 << 30
 
 
 def fill_row(job: RowJob, row: NDArray[np.int32]) -> RowOutcome:

@@ -112,3 +112,8 @@ def only(row: MaskRow, token: int) -> None:
     """Allow nothing but `token`."""
     row[:] = 0
     row.view("uint32")[token >> 5] = 1 << (token & 31)
+
+
+def allows(row: MaskRow, token: int) -> bool:
+    """Whether `token` is allowed."""
+    return bool(int(row.view("uint32")[token >> 5]) >> (token & 31) & 1)

@@ -132,6 +132,53 @@ def test_the_end_is_reported(filler: MaskFiller) -> None:
     assert set(vocabulary().eos_ids) < _ids(more.bitmask[0])
 
 
+def _of_each_step(job: RowJob, tokens: tuple[int, ...]) -> list[set[int]]:
+    """The masks before each of `tokens` and behind the last one, filled one after the other."""
+    assert job.state is not None
+    state, found = job.state.fork(), []
+    row = np.empty(vocabulary().words, np.int32)
+    for index, token in enumerate((*tokens, -1)):
+        state.fill(row, job.budget - index)
+        found.append(_ids(row))
+        if token >= 0:
+            assert state.advance((token,))
+    return found
+
+
+@pytest.mark.parametrize("jump", [False, True])
+def test_masks_behind_guesses_are_those_of_the_steps_to_come(filler: MaskFiller, jump: bool) -> None:
+    for source, text in (("[ab]{5,9}", "abba"), ("(one|two) and more", "two and"), ("[0-9]{2}-x+", "12-x")):
+        guesses = tuple(vocabulary().encode(text))
+        state = ConstraintState(build("regex", source), jump_forward=jump)
+        job = RowJob(state, budget=40, guesses=guesses)
+        wanted = _of_each_step(job, guesses)
+        neighbour = RowJob(ConstraintState(build("regex", "[0-9]")))
+        filled = filler.submit([neighbour, job, RowJob(None, guesses=(1, 2)), neighbour]).result()
+        assert [len(_ids(row)) for row in (filled.bitmask[0], filled.bitmask[-1])] == [10, 10]
+        assert [_ids(row) for row in filled.bitmask[1 : 2 + len(guesses)]] == wanted
+        assert (filled.bitmask[2 + len(guesses) : -1] == -1).all()
+        assert filled.outcomes[1].useful > len(guesses)
+        assert state.advance(guesses), "the state itself has not moved"
+
+
+def test_behind_a_guess_that_is_not_allowed_anything_may_be_sampled(filler: MaskFiller) -> None:
+    [a], [x] = vocabulary().encode("a"), vocabulary().encode("x")
+    state = ConstraintState(build("regex", "[ab]{5}"))
+    filled = filler.submit([RowJob(state, guesses=(a, x, a))]).result()
+    assert not filled.outcomes[0].error
+    assert x not in _ids(filled.bitmask[1])
+    assert (filled.bitmask[2:] == -1).all()
+
+
+def test_a_guess_that_completes_the_text_is_the_last_that_counts(filler: MaskFiller) -> None:
+    [a] = vocabulary().encode("a")
+    for length in (1, 2, 3):
+        state = ConstraintState(build("regex", f"[ab]{{{length}}}"))
+        filled = filler.submit([RowJob(state, guesses=(a, a, a))]).result()
+        assert filled.outcomes[0].useful == length
+        assert not filled.outcomes[0].stopped
+
+
 def test_wider_rows_allow_nothing_beyond_the_vocabulary() -> None:
     filler = MaskFiller(vocabulary().words + 3)
     filled = filler.submit([RowJob(ConstraintState(build("regex", "[ab]+")))]).result()
