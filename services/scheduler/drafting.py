@@ -129,10 +129,15 @@ class Drafting:
         """What constrained requests guess in the next step, where nothing of them is in flight."""
         if not worker.cost.known:
             return
-        rows = len(worker.running)
         fixed, each = worker.cost.parts()
-        for guide, guesses, _ in self._weigh_guided(worker, each * rows / (fixed + each * rows)):
-            guide.guesses = guesses
+        tokens, size = float(len(worker.running)), len(worker.running)
+        for _ in range(PASSES):
+            price = each * tokens / (fixed + each * size)
+            tokens, size = float(len(worker.running)), len(worker.running)
+            for guide, guesses, gain in self._weigh_guided(worker, price):
+                guide.guesses = guesses
+                tokens += gain + len(guesses) * price
+                size += len(guesses)
 
     def _weigh_guided(self, worker: Worker, price: float) -> Iterator[tuple[Guide, tuple[int, ...], float]]:
         for request in worker.guided.values():

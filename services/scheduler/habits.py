@@ -25,21 +25,17 @@ LONGEST_CONTEXT = 4
 WINDOW = 2048 * TOKEN_BYTES
 """How far back they are looked for, and what is kept of a grammar's texts."""
 MOST_GRAMMARS = 256
+PLACES = 4
+"""Where a context stood last: so many places are asked what followed."""
 BORDER = b"\xff" * TOKEN_BYTES  # no token
-ONCE, ALIKE, UNLIKE = range(3)
-"""How often the context stood there, and whether what followed was the same the last two times."""
-BELIEFS = {ONCE: 0.4, ALIKE: 0.9, UNLIKE: 0.15}
-"""Of a context of the greatest length, before anything was seen."""
-LEAST_CHANCE = 0.03
-"""Guesses behind a less likely one are not worth finding."""
-MOST_GUESSES = 32
 
 
 class Case(NamedTuple):
-    """What is known of a guess beside the guess: its context's length, and how it stood there."""
+    """What is known of a guess beside the guess: its context's length, and after how many of its places it stood."""
 
     length: int
-    kind: int
+    alike: int
+    places: int
 
 
 class CaseOdds:
@@ -52,7 +48,7 @@ class CaseOdds:
         self._trials: dict[Case, float] = {}
 
     def of(self, case: Case) -> float:
-        belief = BELIEFS[case.kind] * (1 + case.length) / (1 + LONGEST_CONTEXT)
+        belief = case.alike / (case.places + 1) * (LONGEST_CONTEXT + case.length) / (2 * LONGEST_CONTEXT)
         return (self._hits.get(case, 0.0) + 2 * belief) / (self._trials.get(case, 0.0) + 2)
 
     def count(self, case: Case, *, hit: bool) -> None:
@@ -72,27 +68,28 @@ class Guess(NamedTuple):
 
 def look_up(text: bytes | bytearray, tail: bytes | bytearray, odds: CaseOdds) -> Guess | None:
     """What stands in `text` behind the last tokens of `tail`, where they stood last; the longest context counts."""
-    start = max(len(text) - WINDOW, 0)
-    for length in range(LONGEST_CONTEXT, 0, -1):
-        needle = bytes(tail[-length * TOKEN_BYTES :])
-        if len(needle) < length * TOKEN_BYTES:
+    end = len(text) - TOKEN_BYTES
+    start = max(end - WINDOW, 0)
+    for length in range(min(LONGEST_CONTEXT, len(tail) // TOKEN_BYTES), 0, -1):
+        needle = tail[-length * TOKEN_BYTES :]
+        at = _find(text, needle, start, end)
+        if at < 0:
             continue
-        place = _find(text, needle, start, len(text) - TOKEN_BYTES)
-        if place < 0:
-            continue
-        token = bytes(text[place : place + TOKEN_BYTES])
+        token = bytes(text[at : at + TOKEN_BYTES])
         if token == BORDER:
             continue
-        before = _find(text, needle, start, place - TOKEN_BYTES)
-        kind = ONCE if before < 0 else ALIKE if text[before : before + TOKEN_BYTES] == token else UNLIKE
-        return Guess(token, Case(length, kind), odds)
+        places = alike = 1
+        while places < PLACES and (at := _find(text, needle, start, at - TOKEN_BYTES)) >= 0:
+            places += 1
+            alike += text[at : at + TOKEN_BYTES] == token
+        return Guess(token, Case(length, alike, places), odds)
     return None
 
 
-def _find(text: bytes | bytearray, needle: bytes, start: int, end: int) -> int:
+def _find(text: bytes | bytearray, needle: bytes | bytearray, start: int, end: int) -> int:
     """Behind the last place of the needle, which ends by `end`; -1: there is none."""
     place = text.rfind(needle, start, end)
-    while place >= 0 and place % TOKEN_BYTES:
+    while place % TOKEN_BYTES and place >= 0:
         place = text.rfind(needle, start, place + len(needle) - 1)
     return place + len(needle) if place >= 0 else -1
 
@@ -128,7 +125,7 @@ def _key(namespace: bytes, constraint: Constraint) -> bytes:
 class FormForesight:
     """Guesses for one request that obeys a grammar; `forms` are the texts of that grammar."""
 
-    __slots__ = ("_form_odds", "_forms", "_known", "_own_odds", "_record", "_run", "_text")
+    __slots__ = ("_form_odds", "_forms", "_own_odds", "_record", "_run", "_text")
 
     def __init__(self, tokens: bytes, forms: bytearray, own_odds: CaseOdds, form_odds: CaseOdds) -> None:
         self._text = bytearray(tokens)
@@ -136,52 +133,43 @@ class FormForesight:
         self._own_odds = own_odds
         self._form_odds = form_odds
         self._record = Record()
-        self._run: list[tuple[int, float]] | None = None  # the guesses from here on and their chances
+        self._run: list[list[Guess]] = []  # what each source guesses of the tokens to come, the likelier one first
 
     def catch_up(self, request: Request) -> None:
         """Learn from what became known of the request since."""
         known = len(self._text) // TOKEN_BYTES
-        for token in request.output[known - request.prompt_length :] if known < request.known else ():
-            self._learn(token.to_bytes(TOKEN_BYTES, "little"))
+        if known < request.known:
+            for token in request.output[known - request.prompt_length :]:
+                self._learn(token.to_bytes(TOKEN_BYTES, "little"))
 
     def worth(self, most: int, price: float) -> tuple[tuple[int, ...], float]:
         """The guesses to send where one row more costs as much as `price` tokens, and what they bring, in tokens."""
-        if self._run is None:
-            self._run = self._foresee()
-        chance, gain, count = 1.0, 0.0, 0
-        for _, each in self._run[:most]:
-            chance *= each
+        found: list[bytes] = []
+        chance, gain = 1.0, 0.0
+        while len(found) < most and (guesses := self._guesses(len(found), found)):
+            chance *= self._record.chance(guesses[0].chance())
             if chance < price:
                 break
             gain += chance - price
-            count += 1
-        return tuple(token for token, _ in self._run[:count]), gain
+            found.append(guesses[0].token)
+        return tuple(ints.unpack(b"".join(found))), gain
 
     def _learn(self, token: bytes) -> None:
-        guesses = self._guesses(self._text)
+        guesses = self._guesses(0, [])
         if guesses:
-            best = max(guesses, key=Guess.chance)
-            self._record.count(best.chance(), hit=best.token == token)
+            self._record.count(guesses[0].chance(), hit=guesses[0].token == token)
         for guess in guesses:
             guess.odds.count(guess.case, hit=guess.token == token)
+        if guesses and guesses[0].token == token:
+            del self._run[0]
+        else:
+            self._run.clear()
         self._text += token
-        self._run = None
 
-    def _guesses(self, tail: bytearray) -> list[Guess]:
-        sources = (look_up(self._text, tail, self._own_odds), look_up(self._forms, tail, self._form_odds))
-        return [guess for guess in sources if guess is not None]
-
-    def _foresee(self) -> list[tuple[int, float]]:
-        tail = self._text[-LONGEST_CONTEXT * TOKEN_BYTES :]
-        run: list[tuple[int, float]] = []
-        chance = 1.0
-        while chance > LEAST_CHANCE and len(run) < MOST_GUESSES:
-            guesses = self._guesses(tail)
-            if not guesses:
-                break
-            best = max(guesses, key=Guess.chance)
-            each = self._record.chance(best.chance())
-            chance *= each
-            run.append((ints.unpack(best.token)[0], each))
-            tail += best.token
-        return run
+    def _guesses(self, index: int, before: list[bytes]) -> list[Guess]:
+        """Of the token `index` from now, if `before` are those before it; looked up once."""
+        if index == len(self._run):
+            tail = self._text[-LONGEST_CONTEXT * TOKEN_BYTES :] + b"".join(before[-LONGEST_CONTEXT:])
+            sources = look_up(self._text, tail, self._own_odds), look_up(self._forms, tail, self._form_odds)
+            self._run.append(sorted((g for g in sources if g is not None), key=Guess.chance, reverse=True))
+        return self._run[index]

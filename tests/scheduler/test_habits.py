@@ -10,12 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.habits import (
-    ALIKE,
     BORDER,
     LONGEST_CONTEXT,
     MOST_GRAMMARS,
-    ONCE,
-    UNLIKE,
+    PLACES,
     WINDOW,
     Case,
     CaseOdds,
@@ -34,10 +32,9 @@ def expected(text: list[int], tail: list[int]) -> tuple[int, Case] | None:
     for length in range(min(LONGEST_CONTEXT, len(tail)), 0, -1):
         context = tail[-length:]
         behind = [text[p + length] for p in range(len(text) - length) if text[p : p + length] == context]
-        if behind:
-            last = behind[-1]
-            kind = ONCE if len(behind) == 1 else ALIKE if behind[-2] == last else UNLIKE
-            return last, Case(length, kind)
+        lately = behind[: -PLACES - 1 : -1]
+        if lately:
+            return lately[0], Case(length, lately.count(lately[0]), len(lately))
     return None
 
 
@@ -113,9 +110,10 @@ def test_prices_cut_guesses() -> None:
 
 
 def test_odds_follow_what_happens() -> None:
-    odds, case = CaseOdds(), Case(4, ALIKE)
-    assert odds.of(case) == pytest.approx(0.9)
-    assert odds.of(Case(4, UNLIKE)) < odds.of(Case(1, ALIKE)) < odds.of(case)
+    odds, case = CaseOdds(), Case(4, 4, 4)
+    assert odds.of(case) == pytest.approx(0.8)
+    assert odds.of(Case(4, 1, 4)) < odds.of(Case(4, 1, 1)) < odds.of(Case(4, 3, 3)) < odds.of(case)
+    assert odds.of(Case(1, 4, 4)) < odds.of(case)
     for _ in range(600):
         odds.count(case, hit=False)
     assert odds.of(case) < 0.05
