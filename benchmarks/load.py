@@ -44,16 +44,20 @@ _SCHEMA = {
 
 @dataclass(frozen=True)
 class Dialect:
-    """What servers say differently: fields for exactly n tokens, and for an answer that is a PERSON."""
+    """What servers say differently: fields for exactly n tokens, and for an answer that is a PERSON.
+
+    `keeps`: whether it keeps connections open; one that closes them while the next request is written gets new ones.
+    """
 
     exact: Callable[[int], Json]
     person: Json = field(default_factory=lambda: _SCHEMA)
+    keeps: bool = True
 
 
 DIALECTS = {
     "radixfleet": Dialect(lambda n: {"ignore_eos": True, "min_tokens": n}),
     "vllm": Dialect(lambda n: {"ignore_eos": True, "min_tokens": n}),
-    "llamacpp": Dialect(lambda _: {"ignore_eos": True, "cache_prompt": True}),
+    "llamacpp": Dialect(lambda _: {"ignore_eos": True, "cache_prompt": True}, keeps=False),
     "openvino": Dialect(lambda _: {"ignore_eos": True}),
 }
 
@@ -92,7 +96,10 @@ class Client:
 
     async def __aenter__(self) -> Client:
         # Some servers drop idle connections after seconds; ours are dropped before.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.5)
+        if self.dialect.keeps:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=1.5)
+        else:
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=900))
         return self
 

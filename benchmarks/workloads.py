@@ -4,7 +4,7 @@ w1  conversations of 10 rounds, 8 at once: 50 new tokens and 50 answered ones a 
 w2  64 chats, 16 at once, 32 tokens each: four in five share a system prompt of 512 tokens and the question
 w3  decoding: prompts of 64 tokens, answers of 128, by 1, 8 and 32 streams
 w4  a prompt of 512, 2048 or 4096 tokens for one token, and the same again: cold and warm time to first token
-w5  32 chats, 8 at once: a JSON object by a schema
+w5  32 chats, 8 at once: what a sentence says of a person as a JSON object by a schema
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 ROUNDS, TURN, W2_REQUESTS, W2_PREFIX, W3_PROMPT, W3_ANSWER = 10, 50, 64, 512, 64, 128
 W4_LENGTHS, W4_PROMPTS = (512, 2048, 4096), 3
+NAMES = "Ada Boris Carla Dmitri Elena Farid Greta Hiroshi Ines Jamal Kira Liang Mateo Noor Oskar Paula".split()
+CITIES = (
+    "Athens Bergen Cologne Dakar Geneva Hanoi Istanbul Jakarta Kyoto Leeds Manila Naples Osaka Porto Riga Turin".split()
+)
 
 
 class Words:
@@ -126,14 +130,19 @@ async def long_prompts(client: Client, plan: Plan) -> AsyncIterator[Json]:
 
 async def structured(client: Client, plan: Plan) -> AsyncIterator[Json]:
     rng = plan.rng()
-    about = [plan.words.text(20, rng).strip() for _ in range(plan.scaled(32))]
-    questions = [f"Invent a person who likes {words}. Answer in JSON." for words in about]
+    questions = [_sentence(rng) for _ in range(plan.scaled(32))]
     jobs = [
         lambda text=text: client.chat([{"role": "user", "content": text}], 100, fields=client.dialect.person)
         for text in questions
     ]
     answers = await at_once(jobs, 8)
     yield {**summary("w5", answers), "valid": sum(map(_is_person, answers))}
+
+
+def _sentence(rng: random.Random) -> str:
+    name, city, age = rng.choice(NAMES), rng.choice(CITIES), rng.randint(18, 90)
+    wish = 'Answer with nothing but a JSON object that has the keys "name" (a string), "age" (an integer) and "city".'
+    return f"{name}, aged {age}, lives in {city}. {wish}"
 
 
 def _is_person(answer: Answer) -> bool:
