@@ -102,7 +102,9 @@ def check_answers(name: str, answers: list[str], ours: list[str]) -> int:
     return agreed
 
 
-def measure(peer: Peer, models: Models, options: argparse.Namespace, ours: list[str]) -> tuple[list[Any], list[str]]:
+def measure(
+    peer: Peer, models: Models, options: argparse.Namespace, repeat: int, ours: list[str]
+) -> tuple[list[Any], list[str]]:
     started = time.monotonic()
     with running(peer, models) as (url, log):
         print(f"{peer.name}: ready after {time.monotonic() - started:.1f} s", flush=True)
@@ -118,13 +120,13 @@ def measure(peer: Peer, models: Models, options: argparse.Namespace, ours: list[
                 raise PeerFailed(f"{peer.name}: {line['first_error']}")
             if options.out:
                 with options.out.open("a") as file:
-                    file.write(json.dumps({"server": peer.name, **line}) + "\n")
+                    file.write(json.dumps({"server": peer.name, **line, "repeat": repeat}) + "\n")
 
         # Nothing that was compiled or allocated lazily is measured.
         dialect = "radixfleet" if peer.name in OWN else peer.name
         arguments = (url, NAME, models.folder, dialect)
         asyncio.run(load.run(*arguments, workloads=["w2", "w5"], scale=0.1, seed=99))
-        rest = {"workloads": options.workloads, "repeats": options.repeats, "scale": options.scale, "say": say}
+        rest = {"workloads": options.workloads, "seed": repeat, "scale": options.scale, "say": say}
         return asyncio.run(load.run(*arguments, **rest)), answers
 
 
@@ -165,11 +167,14 @@ def main() -> None:
     models = same_weights(Path(resolve()), source)
     if options.install_only:
         return
-    results: dict[str, list[Any]] = {}
+    results: dict[str, list[Any]] = {peer.name: [] for peer in peers}
     ours: list[str] = []
-    for peer in peers:
-        results[peer.name], answers = measure(peer, models, options, ours)
-        ours = ours or answers
+    # In turns, since a shared machine is not equally fast for the length of all runs.
+    for repeat in range(options.repeats):
+        for peer in peers:
+            lines, answers = measure(peer, models, options, repeat, ours)
+            results[peer.name] += lines
+            ours = ours or answers
     table(results)
 
 

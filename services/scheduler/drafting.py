@@ -148,8 +148,8 @@ class Drafting:
             gain = 0.0
             if not guide.ending and not guide.slow:
                 guide.foresight.catch_up(request)
-                most = min(worker.max_drafts, request.row_end - request.known)
-                guesses, gain = guide.foresight.worth(max(most, 0), price)
+                most = min(worker.max_drafts, guide.most_guesses(request))
+                guesses, gain = guide.foresight.worth(most, price)
             yield guide, guesses if guide.may_guess(request) else (), gain
 
     def add(self, plan: StepPlan, worker: Worker, requests: list[Request]) -> None:

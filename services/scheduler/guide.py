@@ -27,6 +27,8 @@ SLOW_MS = 25.0
 """A mask that takes longer is filled before its row is planned: the other rows go on without it."""
 FIRST_SPARED = 0.2
 """Forced runs to each sampled token, as long as nothing is known of a text."""
+AHEAD_MS = 8.0
+"""What the masks behind guesses may take for one row: they are filled while the step computes."""
 REMEMBERED = 32
 """So many tokens of the text say how many there are."""
 
@@ -49,6 +51,7 @@ class Guide:
         "foresight",
         "guesses",
         "led_slowly",
+        "mask_ms",
         "prepared",
         "resting",
         "sample_at",
@@ -76,6 +79,7 @@ class Guide:
         self.foresight: FormForesight | None = None  # where guesses may be sent
         self.guesses: tuple[int, ...] = ()  # to be sent with the next row
         self.useful = 0  # samples of the row with guesses in flight that may count
+        self.mask_ms = 0.1  # what its last mask took
 
     def write_opening(self, request: Request, opening: Sequence[int]) -> int:
         """What every text begins with is output before the first step: it is prefilled with the prompt.
@@ -108,7 +112,8 @@ class Guide:
         return forced
 
     def judge_time(self, elapsed_ms: float) -> None:
-        """What the last mask took decides whether the batch waits for the next one."""
+        """What the last mask took decides whether the batch waits for the next one, and how far it guesses."""
+        self.mask_ms = elapsed_ms
         self.slow = elapsed_ms > (SLOW_MS / 2 if self.slow else SLOW_MS)
 
     def wants_preparation(self, request: Request) -> bool:
@@ -130,6 +135,10 @@ class Guide:
         """All that was sampled of it is known, and its next masks can be filled at once."""
         ready = not self.ending and not self.slow and not self.filling and request.inflight_rows == 0
         return ready and self.prepared is None and request.dispatched >= request.prefill_end
+
+    def most_guesses(self, request: Request) -> int:
+        """So many masks can be filled beside a step, and so many tokens it may still get."""
+        return max(min(int(AHEAD_MS / max(self.mask_ms, 0.01)), request.row_end - request.known), 0)
 
     def has_news(self, request: Request) -> bool:
         """There are tokens that nobody has told the state of, and it can be told now."""

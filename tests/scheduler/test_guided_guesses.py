@@ -206,6 +206,23 @@ def test_a_request_that_is_aborted_leaves_its_masks_owed() -> None:
     check(fleet, other, OPEN)
 
 
+@pytest.mark.parametrize(("mask_ms", "most"), [(0.1, DRAFTS), (2.0, 4), (5.0, 1)])
+def test_masks_that_take_long_are_filled_for_fewer_guesses(mask_ms: float, most: int) -> None:
+    fleet, filler = guessing_fleet()
+    filler.elapsed_ms = lambda: mask_ms
+    rid = submit(fleet, tokens(20), OPEN)
+    [worker] = fleet.workers.values()
+    sent = [0]
+    while fleet.stream(rid).finish is None if rid in fleet.detokenizer.streams else True:
+        fleet.turn()
+        if worker.commands:
+            sent += [row.drafts for row in worker.commands[0].prefills]
+            fleet.step(worker)
+        fleet.turn()
+    check(fleet, rid, OPEN)
+    assert max(sent[3:]) == most
+
+
 def test_slow_masks_are_not_guessed_behind() -> None:
     fleet, filler = guessing_fleet()
     filler.elapsed_ms = lambda: 2 * SLOW_MS

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from services.scheduler.constraint.state import ALL_ALLOWED, ConstraintState, allows
 
+ALL_USEFUL = 1 << 30
 _NICE = 5
 _ROWS_PER_THREAD = 32  # fewer are not worth another thread
 
@@ -39,7 +40,8 @@ class RowJob(Struct, frozen=True):
 class RowOutcome(Struct, frozen=True):
     """`forced` follow by necessity, the first is the only one the mask allows. `stopped`: nothing may follow.
 
-    `useful`: so many samples may count, the one before the masks' guesses included; the text is complete with the last.
+    `useful`: so many samples may count, the one before the guesses included; the text is complete with the last of them.
+    `elapsed_ms`: of one mask.
     """
 
     forced: tuple[int, ...] = ()
@@ -47,7 +49,7 @@ class RowOutcome(Struct, frozen=True):
     error: str = ""
     elapsed_ms: float = 0.0
     complete: bool = False  # of a verdict: the text satisfies its grammar as it is
-    useful: int = 1 << 30
+    useful: int = ALL_USEFUL
 
 
 class FilledMasks(Struct, frozen=True):
@@ -138,24 +140,30 @@ def fill_rows(job: RowJob, rows: NDArray[np.int32]) -> RowOutcome:
         return outcome
     started = time.perf_counter()
     try:
-        useful = _fill_ahead(job.state.fork(), job, rows)
+        filled, useful = _fill_ahead(job.state.fork(), job, rows)
     except Exception as failure:  # as in fill_row: it concerns this request alone
-        return replace(outcome, error=f"{type(failure).__name__}: {failure}")
-    return replace(outcome, useful=useful, elapsed_ms=outcome.elapsed_ms + 1e3 * (time.perf_counter() - started))
+        rows[:] = ALL_ALLOWED
+        return RowOutcome(error=f"{type(failure).__name__}: {failure}")
+    elapsed_ms = outcome.elapsed_ms + 1e3 * (time.perf_counter() - started)
+    return replace(outcome, useful=useful, elapsed_ms=elapsed_ms / filled)
 
 
-def _fill_ahead(state: ConstraintState, job: RowJob, rows: NDArray[np.int32]) -> int:
-    """The rows behind the guesses, up to the first that is not allowed: what is sampled behind it never counts."""
+def _fill_ahead(state: ConstraintState, job: RowJob, rows: NDArray[np.int32]) -> tuple[int, int]:
+    """The rows behind the guesses, up to the first that is not allowed: what is sampled behind it never counts.
+
+    How many rows are filled then, and how many samples are useful. Raises RuntimeError for a state that breaks.
+    """
     for index, guess in enumerate(job.guesses):
-        if not allows(rows[index], guess) or not state.advance((guess,)):
-            return 1 << 30
+        if not allows(rows[index], guess):
+            return index + 1, ALL_USEFUL
+        if not state.advance((guess,)):
+            raise RuntimeError(state.error or "a token that the mask allows is not allowed")
         if state.is_stopped:
-            return index + 1
+            return index + 1, index + 1
         state.fill(rows[index + 1], job.budget - index - 1)
         if state.error:
-            rows[index + 1] = ALL_ALLOWED
-            return index + 1
-    return 1 << 30
+            raise RuntimeError(state.error)
+    return len(rows), ALL_USEFUL
 
 
 def fill_row(job: RowJob, row: NDArray[np.int32]) -> RowOutcome:
