@@ -51,6 +51,7 @@ class ModelRunner:
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """One step: writes the tokens' K and V, returns fp32 logits [len(batch.logit_rows), vocab].
 
+        They last until the next step.
         Raises ValueError for more tokens than the runner was built for.
         """
         if batch.num_tokens > self._max_batched_tokens:

@@ -7,7 +7,8 @@ A guess that fits is the very token that would have been sampled one step later,
 position and logits, and logits do not depend on the rows beside them; so answers are the same with and without.
 
 A request is guessed on from its last settled token. So where guesses are worth more than the pause between two steps,
-the next step is planned only once the result of the one before is there. Leaves guessing to foresight.
+the next step is planned only once the result of the one before is there. Leaves guessing to foresight, under a grammar
+to habits.
 """
 
 from __future__ import annotations
@@ -83,6 +84,10 @@ class Drafting:
         if finish.reason in (FinishReason.STOP, FinishReason.LENGTH) and request.output:
             self._habits.add(request.namespace, constraint, ints.pack(request.output))
 
+    def forget(self) -> None:
+        """What was written under grammars; requests that run keep what they hold."""
+        self._habits = Habits()
+
     def measured(self, worker: Worker, step: InflightStep, result: StepResult) -> None:
         """A step's result is in."""
         rows = len(step.decode) + sum(chunk.end - chunk.start for chunk in step.chunks)
@@ -127,19 +132,20 @@ class Drafting:
 
     def choose_guided(self, worker: Worker) -> None:
         """What constrained requests guess in the next step, where nothing of them is in flight."""
-        if not worker.cost.known:
-            return
-        fixed, each = worker.cost.parts()
+        fixed, each = worker.cost.parts() if worker.cost.known else (0.0, 0.0)
         tokens, size = float(len(worker.running)), len(worker.running)
-        for _ in range(PASSES):
-            price = each * tokens / (fixed + each * size)
+        for _ in range(PASSES if fixed else 1):
+            # Nothing is worth a price that is not known.
+            price = each * tokens / (fixed + each * size) if fixed else float("inf")
             tokens, size = float(len(worker.running)), len(worker.running)
             for guide, guesses, gain in self._weigh_guided(worker, price):
                 guide.guesses = guesses
-                tokens += gain + len(guesses) * price
-                size += len(guesses)
+                if guesses:
+                    tokens += gain + len(guesses) * price
+                    size += len(guesses)
 
     def _weigh_guided(self, worker: Worker, price: float) -> Iterator[tuple[Guide, tuple[int, ...], float]]:
+        rows = len(worker.guided)
         for request in worker.guided.values():
             guide = request.guide
             if guide is None or guide.foresight is None:
@@ -148,16 +154,15 @@ class Drafting:
             gain = 0.0
             if not guide.ending and not guide.slow:
                 guide.foresight.catch_up(request)
-                most = min(worker.max_drafts, guide.most_guesses(request))
+                most = min(worker.max_drafts, guide.most_guesses(request, rows))
                 guesses, gain = guide.foresight.worth(most, price)
             yield guide, guesses if guide.may_guess(request) else (), gain
 
     def add(self, plan: StepPlan, worker: Worker, requests: list[Request]) -> None:
-        """One row each, whose last known token has its place in every step; its guesses share what budget is left."""
-        seated = [request for request in requests if request.worker is worker]
-        plan.budget -= len(seated)
-        for request in seated:
-            self._add_row(plan, worker, request, min(worker.drafting[request.slot], max(plan.budget, 0)))
+        """One row each, whose last known token has its place in every step; guesses share what is left for them."""
+        for request in requests:
+            if request.worker is worker:
+                self._add_row(plan, worker, request, min(worker.drafting[request.slot], plan.guesses))
 
     def _add_row(self, plan: StepPlan, worker: Worker, request: Request, count: int) -> None:
         foresight, start = request.foresight, request.dispatched
@@ -168,7 +173,8 @@ class Drafting:
         tokens = request.tokens(start, start + 1) + foresight.guess(count)
         end = start + 1 + count
         plan.chunks.append(Chunk(request, request.slot, start, end, sample=True, tokens=tokens, drafts=count))
-        plan.budget -= count
+        plan.budget -= 1 + count
+        plan.guesses -= count
         request.dispatched = end
         request.inflight_rows += 1
 

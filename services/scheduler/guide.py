@@ -27,8 +27,10 @@ SLOW_MS = 25.0
 """A mask that takes longer is filled before its row is planned: the other rows go on without it."""
 FIRST_SPARED = 0.2
 """Forced runs to each sampled token, as long as nothing is known of a text."""
-AHEAD_MS = 8.0
-"""What the masks behind guesses may take for one row: they are filled while the step computes."""
+AHEAD_MS = 12.0
+"""What the masks behind the guesses of all rows may take: they are filled while the step computes."""
+MASK_MEMORY = 0.9
+"""A mask that was slow is believed in for about ten more."""
 REMEMBERED = 32
 """So many tokens of the text say how many there are."""
 
@@ -43,7 +45,9 @@ class Turn(enum.Enum):
 
 class Guide:
     __slots__ = (
+        "ahead",
         "best_effort",
+        "cut",
         "ending",
         "eos_id",
         "filling",
@@ -78,8 +82,11 @@ class Guide:
         self.led_slowly = False  # taking what must follow takes too long for the loop
         self.foresight: FormForesight | None = None  # where guesses may be sent
         self.guesses: tuple[int, ...] = ()  # to be sent with the next row
-        self.useful = 0  # samples of the row with guesses in flight that may count
-        self.mask_ms = 0.1  # what its last mask took
+        # Of the row with guesses in flight, as a RowOutcome says it:
+        self.useful = 0
+        self.cut = False
+        self.ahead: tuple[ConstraintState, ...] = ()
+        self.mask_ms = 0.1  # what its slowest mask lately took
 
     def write_opening(self, request: Request, opening: Sequence[int]) -> int:
         """What every text begins with is output before the first step: it is prefilled with the prompt.
@@ -113,7 +120,7 @@ class Guide:
 
     def judge_time(self, elapsed_ms: float) -> None:
         """What the last mask took decides whether the batch waits for the next one, and how far it guesses."""
-        self.mask_ms = elapsed_ms
+        self.mask_ms = max(elapsed_ms, self.mask_ms * MASK_MEMORY)
         self.slow = elapsed_ms > (SLOW_MS / 2 if self.slow else SLOW_MS)
 
     def wants_preparation(self, request: Request) -> bool:
@@ -136,9 +143,17 @@ class Guide:
         ready = not self.ending and not self.slow and not self.filling and request.inflight_rows == 0
         return ready and self.prepared is None and request.dispatched >= request.prefill_end
 
-    def most_guesses(self, request: Request) -> int:
-        """So many masks can be filled beside a step, and so many tokens it may still get."""
-        return max(min(int(AHEAD_MS / max(self.mask_ms, 0.01)), request.row_end - request.known), 0)
+    def most_guesses(self, request: Request, rows: int) -> int:
+        """So many masks can be filled beside a step, where `rows` want some, and so many tokens it may still get."""
+        masks = int(AHEAD_MS / max(self.mask_ms, 0.01) / rows)
+        return max(min(masks, request.row_end - request.known), 0)
+
+    def go_on(self, request: Request, right: int) -> None:
+        """So many guesses were right: the state behind them is its own now; of the last token nobody has told it."""
+        if right:
+            self.state = self.ahead[right - 1]
+            self.taken = len(request.output) - 1
+        self.ahead = ()
 
     def has_news(self, request: Request) -> bool:
         """There are tokens that nobody has told the state of, and it can be told now."""
@@ -150,7 +165,7 @@ class Guide:
 
     def lose_rows(self) -> None:
         """None of its rows comes back."""
-        self.forced = self.guesses = ()
+        self.forced = self.guesses = self.ahead = ()
 
     def turn(self, request: Request) -> Turn:
         """Asked while its prefill is dispatched."""

@@ -27,6 +27,8 @@ WINDOW = 2048 * TOKEN_BYTES
 MOST_GRAMMARS = 256
 PLACES = 4
 """Where a context stood last: so many places are asked what followed."""
+MOST_LEARNT = 64
+"""Tokens that odds learn from at once; behind more of them it only goes on."""
 BORDER = b"\xff" * TOKEN_BYTES  # no token
 
 
@@ -125,10 +127,11 @@ def _key(namespace: bytes, constraint: Constraint) -> bytes:
 class FormForesight:
     """Guesses for one request that obeys a grammar; `forms` are the texts of that grammar."""
 
-    __slots__ = ("_form_odds", "_forms", "_own_odds", "_record", "_run", "_text")
+    __slots__ = ("_form_odds", "_forms", "_known", "_own_odds", "_record", "_run", "_text")
 
     def __init__(self, tokens: bytes, forms: bytearray, own_odds: CaseOdds, form_odds: CaseOdds) -> None:
-        self._text = bytearray(tokens)
+        self._text = bytearray(tokens[-WINDOW:])
+        self._known = len(tokens) // TOKEN_BYTES
         self._forms = forms
         self._own_odds = own_odds
         self._form_odds = form_odds
@@ -137,10 +140,15 @@ class FormForesight:
 
     def catch_up(self, request: Request) -> None:
         """Learn from what became known of the request since."""
-        known = len(self._text) // TOKEN_BYTES
-        if known < request.known:
-            for token in request.output[known - request.prompt_length :]:
+        missing, self._known = request.known - self._known, request.known
+        if missing > MOST_LEARNT:
+            self._text += ints.pack(request.output[-missing:])
+            self._run.clear()
+        elif missing:
+            for token in request.output[-missing:]:
                 self._learn(token.to_bytes(TOKEN_BYTES, "little"))
+        if len(self._text) > 2 * WINDOW:
+            del self._text[:-WINDOW]
 
     def worth(self, most: int, price: float) -> tuple[tuple[int, ...], float]:
         """The guesses to send where one row more costs as much as `price` tokens, and what they bring, in tokens."""

@@ -71,6 +71,7 @@ class StepPlan:
     page_ids: array[int] = field(default_factory=lambda: array("i"))
     copies: array[int] = field(default_factory=lambda: array("i"))  # pairs (source, target)
     budget: int = 0  # tokens this step may still take
+    guesses: int = 0  # and so many of them may be guesses
     prefill_tokens: int = 0
     cached_tokens: int = 0
     masked: list[Masked] = field(default_factory=list)

@@ -46,7 +46,7 @@ def add_jumps(plan: StepPlan, worker: Worker, seats: Seats, jumps: list[Request]
 def _add_jump(plan: StepPlan, worker: Worker, seats: Seats, request: Request, budget: int) -> None:
     guide = request.guide
     assert guide is not None
-    guesses, guide.guesses = guide.guesses, ()
+    guesses, guide.guesses = guide.guesses[: plan.guesses], ()
     start, last = request.dispatched, request.known + len(guide.forced)
     end = min(last + len(guesses), start + budget)
     plan.add_pages(request.slot, seats.grow(worker, request, end))
@@ -57,7 +57,8 @@ def _add_jump(plan: StepPlan, worker: Worker, seats: Seats, request: Request, bu
     tokens = guide.tokens(request, start, end - len(guesses)) + ints.pack(guesses)
     plan.chunks.append(Chunk(request, request.slot, start, end, sample=end >= last, tokens=tokens, drafts=len(guesses)))
     plan.budget -= end - start
-    plan.prefill_tokens += end - start
+    plan.guesses -= len(guesses)
+    plan.prefill_tokens += end - start - len(guesses)
     request.dispatched = end
     request.inflight_rows += 1
     if end >= last:

@@ -190,6 +190,8 @@ class Lifecycle:
 
     def _suspended(self, request: Request) -> None:
         request.state = State.SUSPENDED
+        if request.guide is not None:
+            request.guide.guesses = ()  # they were for a row that is not sent
         request.retractions += 1
         request.resumed = True
         self._metrics.count("retractions")

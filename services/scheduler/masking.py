@@ -193,7 +193,7 @@ class Masking:
         elif forces:
             guide.keep_forced(request, outcome.forced)
         else:
-            guide.useful = outcome.useful
+            guide.useful, guide.cut, guide.ahead = outcome.useful, outcome.cut, outcome.ahead
 
     def _judged(self, request: Request, guide: Guide, outcome: RowOutcome) -> None:
         guide.filling = False

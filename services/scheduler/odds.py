@@ -9,8 +9,6 @@ LONGEST = 24
 """Streaks beyond are alike."""
 MEMORY = 256
 """So many trials of one streak, then the older half counts half."""
-
-
 DOUBT = 0.5
 """Misses of a text that were expected, and came, before it had any."""
 FADE = 0.1

@@ -50,6 +50,7 @@ class Operations:
             return OperationDone(operation.nonce, False, f"{busy} requests are running or waiting")
         pages = 0
         self._core.pins.clear()
+        self._core.drafting.forget()
         self._core.migration.cancel_all("the cache is flushed")
         for worker in self._fleet:
             freed = self._tree.clear(worker.key)

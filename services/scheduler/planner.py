@@ -57,7 +57,8 @@ class Planner:
         drafts = self._drafting.choose(worker) if worker.max_drafts else []
         jumps = self._jumps(worker) if worker.guided else []
         self._grow(plan, worker, [*worker.collect_decoding(), *jumps, *drafts])
-        self._decode(plan, worker, drafts)
+        self._decode(plan, worker, [*drafts, *filter(_guesses, jumps)])
+        self._leave_room(plan, worker, drafts, jumps)
         self._drafting.add(plan, worker, drafts)
         add_jumps(plan, worker, self._seats, jumps)
         self._continue_prefills(plan, worker)
@@ -68,6 +69,11 @@ class Planner:
         if worker.max_drafts:
             self._drafting.choose_guided(worker)
         return choose_turns(worker)
+
+    def _leave_room(self, plan: StepPlan, worker: Worker, drafts: list[Request], jumps: list[Request]) -> None:
+        """Guesses get what known tokens leave of the step, and where prompts wait, half of it."""
+        known = len(drafts) + sum(_jump_size(request) for request in jumps)
+        plan.guesses = max(plan.budget - known, 0) // (2 if worker.prefilling or worker.candidates else 1)
 
     # Decode rows: every running request has its place in every step.
 
@@ -269,6 +275,16 @@ def reserve(worker: Worker) -> int:
     page_size = worker.hello.page_size
     left = sum(request.row_end - request.dispatched for request in worker.running.values())
     return seated + 1 + int(worker.shortage * left / page_size)
+
+
+def _guesses(request: Request) -> bool:
+    return request.guide is not None and bool(request.guide.guesses)
+
+
+def _jump_size(request: Request) -> int:
+    """Known and forced tokens of its chunk."""
+    assert request.guide is not None
+    return request.known + len(request.guide.forced) - request.dispatched
 
 
 def _age(request: Request) -> tuple[int, int]:

@@ -125,17 +125,21 @@ class Settler:
         self._look_at(request, kept[-1])
 
     def _follow_guesses(self, worker: Worker, request: Request, guide: Guide, kept: list[int]) -> None:
-        """Samples of a row with guesses, each under its mask. With the last useful one the text may be complete."""
+        """Samples of a row with guesses, each under its mask. With the last useful one the text is complete, or cut."""
         useful = kept[: guide.useful]
         for index, token in enumerate(useful):
             guide.count_spared(spared=index > 0)
             request.output.append(token)
             if self._masking.stops(request, token):
                 return
-        if len(kept) > len(useful):
+        guide.go_on(request, len(useful) - 1)
+        more = len(kept) > len(useful)
+        if more and not guide.cut:
             self._masking.end(request, Finish(FinishReason.STOP, matched_token=guide.eos_id))
             return
-        if request.worker is worker:
+        if more and request.worker is worker:
+            self._lifecycle.suspend(request)  # the worker has gone on without a mask
+        elif request.worker is worker:
             request.dispatched = guide.sample_at = request.known - 1  # the wrong guesses will be written over
             worker.decoding = None
             self._seats.store(request, request.dispatched - request.dispatched % self._page_size)

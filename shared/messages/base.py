@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Grows when a change cannot be read by an older peer; exchanged in every hello."""
 
 

@@ -162,7 +162,7 @@ class Session:
     def step(self, work: list[tuple[Sequence, int]]) -> torch.Tensor:
         """Compute the next n tokens of each sequence; returns the logits of all of them, [sum n, vocab]."""
         batch = self.batch(work)
-        logits = self.runner.forward(batch)
+        logits = self.runner.forward(batch).clone()  # the runner's own last until the next step
         for sequence, count in work:
             sequence.computed += count
         return logits

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import cache
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
+from services.scheduler.constraint.budget import BudgetGuard, Ending
+from services.scheduler.constraint.completion import Search
 from services.scheduler.constraint.masks import FilledMasks, RowJob, RowOutcome, fill_rows, judge_row
 from services.scheduler.constraint.state import ConstraintState
 from services.scheduler.guide import Guide
@@ -16,7 +19,7 @@ from services.scheduler.request import Request
 from shared.messages.request import Constraint
 from tests.fake_model import EMPTY, VOCAB, chain, sampled_under
 from tests.local_fleet import LocalFleet
-from tests.scheduler.constraint.constraint_kit import build, vocabulary
+from tests.scheduler.constraint.constraint_kit import build, token_order, vocabulary
 
 WORDS = -(-VOCAB // 32)  # as wide as the worker says, wider than the vocabulary of the grammars
 
@@ -104,9 +107,18 @@ class InstantCompiling:
 
 def new_state(constraint: Constraint, thinking_end: int = -1) -> ConstraintState:
     matcher = build(constraint.kind, constraint.source, any_whitespace=constraint.any_whitespace)
+    guard = BudgetGuard(ending(constraint), token_order()) if constraint.complete_within_budget else None
     return ConstraintState(
-        matcher, jump_forward=constraint.jump_forward, thinking_end=thinking_end, ends=vocabulary().eos_ids
+        matcher, guard, jump_forward=constraint.jump_forward, thinking_end=thinking_end, ends=vocabulary().eos_ids
     )
+
+
+@cache
+def ending(constraint: Constraint) -> Ending:
+    """Where a text of the grammar can end soonest."""
+    shortest = Search(token_order(), 2000).shortest(build(constraint.kind, constraint.source), 64)
+    assert shortest is not None
+    return Ending(tuple(shortest), 8, plain_is_harmless=constraint.kind == "json_schema")
 
 
 def guided_fleet(*, openings: bool = True, **settings: Any) -> tuple[LocalFleet, InlineFiller, InstantCompiling]:

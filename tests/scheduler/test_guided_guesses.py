@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.scheduler.constraint import masks
 from services.scheduler.guide import SLOW_MS
 from services.scheduler.request import Request
 from services.scheduler.worker import Worker
@@ -19,10 +21,14 @@ from tests.fake_model import VOCAB
 from tests.local_fleet import LocalFleet, tokens
 from tests.scheduler.constraint.constraint_kit import vocabulary
 from tests.scheduler.guesses import let_guess
-from tests.scheduler.guided_kit import InlineFiller, guided_fleet, obey
+from tests.scheduler.guided_kit import InlineFiller, ending, guided_fleet, obey, text_of
 from tests.scheduler.test_constrained_requests import DATE, KINDS, LONG, OPEN, PERSON, check, submit
 
 DRAFTS = 7
+WORDS_OF_ANY_LENGTH = Constraint(
+    "json_schema",
+    '{"type":"object","properties":{"words":{"type":"array","items":{"type":"string"}}},"required":["words"]}',
+)
 
 
 class GuidedOracle:
@@ -206,21 +212,109 @@ def test_a_request_that_is_aborted_leaves_its_masks_owed() -> None:
     check(fleet, other, OPEN)
 
 
-@pytest.mark.parametrize(("mask_ms", "most"), [(0.1, DRAFTS), (2.0, 4), (5.0, 1)])
+@pytest.mark.parametrize(("mask_ms", "most"), [(0.1, DRAFTS), (2.9, 4), (9.0, 1)])
 def test_masks_that_take_long_are_filled_for_fewer_guesses(mask_ms: float, most: int) -> None:
     fleet, filler = guessing_fleet()
     filler.elapsed_ms = lambda: mask_ms
     rid = submit(fleet, tokens(20), OPEN)
     [worker] = fleet.workers.values()
-    sent = [0]
-    while fleet.stream(rid).finish is None if rid in fleet.detokenizer.streams else True:
-        fleet.turn()
+    sent = []
+    fleet.turn()
+    while fleet.stream(rid).finish is None:
         if worker.commands:
             sent += [row.drafts for row in worker.commands[0].prefills]
             fleet.step(worker)
         fleet.turn()
     check(fleet, rid, OPEN)
     assert max(sent[3:]) == most
+
+
+@pytest.mark.parametrize("kind", [PERSON, WORDS_OF_ANY_LENGTH])
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), more=st.integers(0, 25))
+def test_texts_end_within_their_budget_whatever_is_guessed(kind: Constraint, seed: int, more: int) -> None:
+    """The way to the end is kept as if tokens had come one by one."""
+    constraint = Constraint(kind.kind, kind.source, complete_within_budget=True)
+    assert ending(constraint).shortest is not None
+    budget = len(ending(constraint).shortest or ()) + more
+    fleet, _ = guessing_fleet(seed=seed)
+    rid = submit(fleet, tokens(12, seed % 1000), constraint, budget)
+    fleet.run()
+    check(fleet, rid, constraint)
+    assert fleet.stream(rid).finish.reason is FinishReason.STOP
+    json.loads(text_of(fleet.stream(rid).tokens))
+
+
+def test_where_masks_behind_guesses_fail_the_request_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What breaks a copy of its state may never be sampled; its seat is taken anew where the worker went too far."""
+    draw, real = random.Random(1), masks._state_after
+
+    def sometimes(*arguments: Any) -> Any:
+        return real(*arguments) if draw.random() < 0.6 else None
+
+    monkeypatch.setattr(masks, "_state_after", sometimes)
+    retractions = 0
+    for seed in range(6):
+        fleet, _ = guessing_fleet(seed=seed)
+        rids = {submit(fleet, tokens(20 + i, i), kind): kind for i, kind in enumerate(KINDS)}
+        fleet.run()
+        for rid, kind in rids.items():
+            check(fleet, rid, kind)
+        retractions += fleet.core.metrics.counters["retractions"]
+    assert retractions
+
+
+def test_guesses_of_a_row_that_lost_its_seat_are_forgotten() -> None:
+    fleet, _ = guessing_fleet()
+    rid = submit(fleet, tokens(20), OPEN)
+    [worker] = fleet.workers.values()
+    for _ in range(4):
+        fleet.turn()
+        fleet.step(worker)
+    fleet.turn()
+    request = fleet.request(rid)
+    assert request.guide is not None
+    request.guide.guesses = (1, 2, 3)  # chosen, and then pages ran out
+    fleet.core.lifecycle.suspend(request)
+    assert request.guide.guesses == ()
+    fleet.run()
+    check(fleet, rid, OPEN)
+
+
+def test_guesses_leave_room_for_rows_and_prompts() -> None:
+    """In a step of 16 tokens: every row has its place, and a prompt that waits gets half of what is left."""
+    fleet, _ = guessing_fleet(hello={"max_batched_tokens": 16})
+    let_guess(fleet)
+    free = [fleet.submit(tokens(4 + i, 50 + i), 40) for i in range(3)]
+    guided = {submit(fleet, tokens(4 + i, 60 + i), OPEN): OPEN for i in range(3)}
+    for _ in range(12):
+        fleet.turn()
+        for worker in list(fleet.workers.values()):
+            if worker.commands:
+                fleet.step(worker)
+    [worker] = fleet.workers.values()
+    late = fleet.submit(tokens(60, 99), 5)
+    fleet.run()
+    fleet.assert_answered(*free, late)
+    for rid, kind in guided.items():
+        check(fleet, rid, kind)
+    rows = [len(ints.unpack(step.decode_slots)) + len(step.prefills) for step in worker.engine.steps[8:12]]
+    assert min(rows) >= 5, "nobody is left out of a step for others' guesses"
+
+
+def test_guided_rows_with_guesses_read_shared_pages_together() -> None:
+    prompt = tokens(20 * 16, 3)
+    fleet, _ = guessing_fleet(hello={"max_batched_tokens": 1024, "num_pages": 256})
+    first = submit(fleet, prompt, OPEN, 2)
+    fleet.run()
+    rids = [submit(fleet, [*prompt, *tokens(5, i)], OPEN, 40) for i in range(4)]
+    fleet.run()
+    for rid in (first, *rids):
+        check(fleet, rid, OPEN)
+    [worker] = fleet.workers.values()
+    grouped = [step for step in worker.engine.steps if step.group_sizes and any(row.drafts for row in step.prefills)]
+    assert grouped
+    assert worker.engine.shared_reads
 
 
 def test_slow_masks_are_not_guessed_behind() -> None:

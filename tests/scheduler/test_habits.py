@@ -145,3 +145,14 @@ def test_habits_are_bounded() -> None:
     for number in range(MOST_GRAMMARS + 5):
         habits.of(b"", Constraint("regex", str(number)))
     assert not habits.of(b"", SCHEMA), "the one used least recently"
+
+
+def test_what_came_while_nobody_looked_is_known_without_being_learnt() -> None:
+    forms = bytearray(ints.pack(list(range(300))) + BORDER)
+    prompt, output = [0, 1], list(range(2, 250))
+    seen = foresight(prompt, forms)
+    seen.catch_up(request(prompt, output))
+    assert seen.worth(3, 0.05)[0] == (250, 251, 252)
+    for count in range(248, 3 * WINDOW // 4, 700):
+        seen.catch_up(request(prompt, [*output, *([7] * (count - 248))]))
+    assert seen.worth(2, 0.05)[0] == (7, 7)

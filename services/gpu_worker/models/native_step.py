@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # In fp32 torch's products win somewhere between 32 and 64 rows (135M model, one thread). In bf16 and int8 they never
 # do: with AMX oneDNN takes 1.1 to 1.2 times as long from 64 to 512 rows, without AMX about as long. docs/performance.md
 NATIVE_ROWS = 48
+# Rows of logits whose memory is kept: what a step has that guesses, not what scores of long prompts need once.
+KEPT_ROWS = 512
 # fp32 models up to this size keep their plain weights too, for steps beyond NATIVE_ROWS.
 SECOND_COPY_BYTES = 2 << 30
 
@@ -94,10 +96,12 @@ class NativeStep:
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x [L, hidden], not yet normalised -> fp32 [L, vocab], until the next call.
 
-        Always the same memory: the system takes as long to provide new pages as they take to be read.
+        Always the same memory for up to KEPT_ROWS: new pages cost more than the products that fill them.
         """
+        if len(x) > KEPT_ROWS:
+            return self._head.forward(x, norm=self._norm, eps=self._eps, float32=True)
         if len(self._logits) < len(x):
-            rows = 2 * len(x)
+            rows = -(-len(x) // 32) * 32
             self._logits = huge_memory.zeros(4 * rows * self._head.outputs).view(torch.float32).view(rows, -1)
         return self._head.forward(x, out=self._logits[: len(x)], norm=self._norm, eps=self._eps, float32=True)
 

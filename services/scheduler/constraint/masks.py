@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from services.scheduler.constraint.state import ALL_ALLOWED, ConstraintState, allows
 
 ALL_USEFUL = 1 << 30
+LATE_MS = 25.0  # of masks behind guesses, of one row: no more are begun then
 _NICE = 5
 _ROWS_PER_THREAD = 32  # fewer are not worth another thread
 
@@ -40,8 +41,9 @@ class RowJob(Struct, frozen=True):
 class RowOutcome(Struct, frozen=True):
     """`forced` follow by necessity, the first is the only one the mask allows. `stopped`: nothing may follow.
 
-    `useful`: so many samples may count, the one before the guesses included; the text is complete with the last of them.
-    `elapsed_ms`: of one mask.
+    `ahead`: the states behind the guesses, as far as these are allowed and masks were filled. `useful`: so many samples
+    may count, the one before the guesses included; with the last of them the text is complete, or, where it is `cut`,
+    the next mask was not to be had. `elapsed_ms`: of the slowest mask.
     """
 
     forced: tuple[int, ...] = ()
@@ -50,6 +52,8 @@ class RowOutcome(Struct, frozen=True):
     elapsed_ms: float = 0.0
     complete: bool = False  # of a verdict: the text satisfies its grammar as it is
     useful: int = ALL_USEFUL
+    cut: bool = False
+    ahead: tuple[ConstraintState, ...] = ()
 
 
 class FilledMasks(Struct, frozen=True):
@@ -77,7 +81,7 @@ class MaskFiller:
         """Never blocks. The future always gets a result; its callbacks run on a thread of the pool."""
         answer: Future[FilledMasks] = Future()
         batch = _Batch(jobs, self._words, answer)
-        chunks = max(1, min(self._threads, len(jobs) // _ROWS_PER_THREAD))
+        chunks = max(1, min(self._threads, batch.rows // _ROWS_PER_THREAD))
         batch.split(chunks)
         for chunk in range(chunks):
             self._pool.submit(batch.run, chunk)
@@ -111,6 +115,10 @@ class _Batch:
         self._chunks = 1
         self._left = 1
 
+    @property
+    def rows(self) -> int:
+        return self._places[-1]
+
     def split(self, chunks: int) -> None:
         self._chunks = self._left = chunks
 
@@ -138,32 +146,45 @@ def fill_rows(job: RowJob, rows: NDArray[np.int32]) -> RowOutcome:
     rows[1:] = ALL_ALLOWED
     if job.state is None or outcome.error or outcome.stopped:
         return outcome
-    started = time.perf_counter()
-    try:
-        filled, useful = _fill_ahead(job.state.fork(), job, rows)
-    except Exception as failure:  # as in fill_row: it concerns this request alone
-        rows[:] = ALL_ALLOWED
-        return RowOutcome(error=f"{type(failure).__name__}: {failure}")
-    elapsed_ms = outcome.elapsed_ms + 1e3 * (time.perf_counter() - started)
-    return replace(outcome, useful=useful, elapsed_ms=elapsed_ms / filled)
+    return _fill_ahead(job, rows, outcome)
 
 
-def _fill_ahead(state: ConstraintState, job: RowJob, rows: NDArray[np.int32]) -> tuple[int, int]:
+def _fill_ahead(job: RowJob, rows: NDArray[np.int32], outcome: RowOutcome) -> RowOutcome:
     """The rows behind the guesses, up to the first that is not allowed: what is sampled behind it never counts.
 
-    How many rows are filled then, and how many samples are useful. Raises RuntimeError for a state that breaks.
+    What goes wrong there may never be met: it only ends the row. Each state is a copy, so that the one that turns
+    out right goes on as if its tokens had come one by one.
     """
+    assert job.state is not None
+    state, ahead, useful, cut = job.state, [], ALL_USEFUL, False
+    slowest, spent = outcome.elapsed_ms, 0.0
     for index, guess in enumerate(job.guesses):
         if not allows(rows[index], guess):
-            return index + 1, ALL_USEFUL
-        if not state.advance((guess,)):
-            raise RuntimeError(state.error or "a token that the mask allows is not allowed")
-        if state.is_stopped:
-            return index + 1, index + 1
-        state.fill(rows[index + 1], job.budget - index - 1)
-        if state.error:
-            raise RuntimeError(state.error)
-    return len(rows), ALL_USEFUL
+            break
+        started = time.perf_counter()
+        after = _state_after(state, guess, rows[index + 1], job.budget - index - 1) if spent < LATE_MS else None
+        elapsed = 1e3 * (time.perf_counter() - started)
+        slowest, spent = max(slowest, elapsed), spent + elapsed
+        if after is None or after.is_stopped:
+            rows[index + 1] = ALL_ALLOWED
+            useful, cut = index + 1, after is None
+            break
+        state = after
+        ahead.append(state)
+    return replace(outcome, useful=useful, cut=cut, ahead=tuple(ahead), elapsed_ms=slowest)
+
+
+def _state_after(state: ConstraintState, token: int, row: NDArray[np.int32], budget: int) -> ConstraintState | None:
+    """A copy that has taken `token` and filled its mask; None where it breaks."""
+    try:
+        after = state.fork()
+        if not after.advance((token,)):
+            return None
+        if not after.is_stopped:
+            after.fill(row, budget)
+    except Exception:  # the library's misuse errors, as in fill_row
+        return None
+    return None if after.error else after
 
 
 def fill_row(job: RowJob, row: NDArray[np.int32]) -> RowOutcome:

@@ -33,7 +33,7 @@ class ConstraintState:
         self._jump_forward = jump_forward
         self._thinking_end = thinking_end
         self._ends = tuple(token for token in ends if token != thinking_end)
-        self._forced: tuple[int, ...] = ()  # of the last mask
+        self._forced: tuple[int, ...] = ()  # what must follow, as the last mask found it
 
     @property
     def begun(self) -> bool:
@@ -63,8 +63,10 @@ class ConstraintState:
             self._thinking_end = -1
         if not ids:
             return True
+        forced = bool(self._forced) and tuple(ids) == self._forced[: len(ids)]
+        self._forced = self._forced[len(ids) :] if forced else ()
         if self._guard is not None:
-            self._guard.follow(ids, forced=tuple(ids) == self._forced)
+            self._guard.follow(ids, forced=forced)
         return self._matcher.advance(ids)
 
     def fill(self, row: MaskRow, budget: int) -> tuple[int, ...]:
@@ -95,9 +97,11 @@ class ConstraintState:
         """An independent copy, for another choice of the same prompt."""
         guard = self._guard.fork() if self._guard is not None else None
         matcher = self._matcher.fork()
-        return ConstraintState(
+        copy = ConstraintState(
             matcher, guard, jump_forward=self._jump_forward, thinking_end=self._thinking_end, ends=self._ends
         )
+        copy._forced = self._forced
+        return copy
 
     def _fill_thinking(self, row: MaskRow, budget: int) -> None:
         row[:] = ALL_ALLOWED

@@ -158,6 +158,7 @@ def test_masks_behind_guesses_are_those_of_the_steps_to_come(filler: MaskFiller,
         assert [_ids(row) for row in filled.bitmask[1 : 2 + len(guesses)]] == wanted
         assert (filled.bitmask[2 + len(guesses) : -1] == -1).all()
         assert filled.outcomes[1].useful > len(guesses)
+        assert len(filled.outcomes[1].ahead) == len(guesses)
         assert state.advance(guesses), "the state itself has not moved"
 
 
@@ -176,6 +177,8 @@ def test_a_guess_that_completes_the_text_is_the_last_that_counts(filler: MaskFil
         state = ConstraintState(build("regex", f"[ab]{{{length}}}"))
         filled = filler.submit([RowJob(state, guesses=(a, a, a))]).result()
         assert filled.outcomes[0].useful == length
+        assert not filled.outcomes[0].cut
+        assert len(filled.outcomes[0].ahead) == length - 1
         assert not filled.outcomes[0].stopped
 
 
