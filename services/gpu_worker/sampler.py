@@ -38,23 +38,28 @@ class Sampler:
 
         A row is unfit where a logit is NaN or +inf or no token is allowed; its token is -1.
         """
-        peaks, tokens = self._likeliest(logits, rows)
+        if self._kernels is not None:
+            return self._run(self._kernels, logits, rows)
+        peaks = logits.amax(1)
         fit = peaks.isfinite().cpu().numpy()
-        drawn = np.flatnonzero(~rows.greedy & fit)
+        tokens = np.full(len(fit), -1, dtype=np.int64)
+        greedy, drawn = np.flatnonzero(rows.greedy), np.flatnonzero(~rows.greedy & fit)
+        if len(greedy):
+            tokens[greedy] = _argmax(self._take(logits, greedy))
         if len(drawn):
             self._draw(logits, peaks, rows, drawn, tokens)
         tokens[~fit] = -1
         return tokens, fit
 
-    def _likeliest(self, logits: torch.Tensor, rows: SampleRows) -> tuple[torch.Tensor, Ints]:
-        """The largest logit of each row, and the tokens of the greedy ones."""
-        if self._kernels is not None:
-            return passes.peaks_of(self._kernels, logits)
-        tokens = np.full(len(rows.greedy), -1, dtype=np.int64)
-        greedy = np.flatnonzero(rows.greedy)
-        if len(greedy):
-            tokens[greedy] = _argmax(self._take(logits, greedy))
-        return logits.amax(1), tokens
+    def _run(self, kernels: Library, logits: torch.Tensor, rows: SampleRows) -> tuple[Ints, NDArray[np.bool_]]:
+        """As `sample`, by the kernels."""
+        peaks, tokens = passes.peaks_of(kernels, logits)
+        fit = np.isfinite(peaks)
+        drawn = np.flatnonzero(~rows.greedy & fit)
+        if len(drawn):
+            tokens[drawn] = passes.draw_rows(kernels, logits, peaks, drawn, rows, self._room(kernels, len(drawn)))
+        tokens[~fit] = -1
+        return tokens, fit
 
     def _draw(self, logits: torch.Tensor, peaks: torch.Tensor, rows: SampleRows, drawn: Ints, tokens: Ints) -> None:
         """The tokens of the rows `drawn`."""
@@ -70,6 +75,13 @@ class Sampler:
                 self._take(weights, cut), sums[cut].sum(axis=1), rows.filters.take(drawn[cut]), numbers[cut]
             )
 
+    def _room(self, kernels: Library, count: int) -> torch.Tensor:
+        """What drawing so many rows at once needs."""
+        needed = passes.draw_scratch(kernels, self._vocab_size, passes.threads_for(count))
+        if self._scratch.numel() < needed:
+            self._scratch = torch.zeros((1, needed), dtype=torch.float32)
+        return self._scratch
+
     def _take(self, tensor: torch.Tensor, rows: Ints) -> torch.Tensor:
         if len(rows) == tensor.shape[0]:
             return tensor
@@ -83,10 +95,6 @@ class Sampler:
         if self._scratch.shape[0] < n:
             self._scratch = torch.zeros((n, self._width), dtype=torch.float32, device=self._device)
         weights = self._scratch[:n]
-        if self._kernels is not None:
-            sums = torch.empty((n, blocks), dtype=torch.float32)
-            passes.weigh_rows(self._kernels, logits, peaks, rows, temperatures, weights, sums)
-            return weights, sums
         inside = weights[:, : self._vocab_size]
         divisor = torch.from_numpy(temperatures).to(self._device).unsqueeze(1)
         torch.sub(self._take(logits, rows), self._take(peaks, rows).unsqueeze(1), out=inside)

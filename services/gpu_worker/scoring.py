@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.gpu_worker.kernels import logits as passes
 from services.gpu_worker.selection import descending, gather_candidates, top_threshold
 from shared.messages.stream import Scores
 
@@ -37,19 +38,17 @@ def score(logits: torch.Tensor, targets: Ints, spec: ScoreSpec) -> Scores:
 
 def score_each(logits: torch.Tensor, targets: Ints, specs: Sequence[ScoreSpec]) -> list[Scores]:
     """One Scores for each row of logits float32 [n, vocab], each by its own spec."""
-    norms = torch.logsumexp(logits, dim=1)
+    norms, top_ids, top_values = _norms_and_top(logits, min(max(spec.top for spec in specs), logits.shape[1]))
     chosen = _chosen(logits, targets, norms).astype("<f4")
-    top_ids, top_values = _top(logits, min(max(spec.top for spec in specs), logits.shape[1]))
-    norms_host = norms.cpu().numpy()
     top_ids = top_ids.astype("<i4")
-    top_logprobs = (top_values - norms_host[:, None]).astype("<f4")
+    top_logprobs = (top_values - norms[:, None]).astype("<f4")
     return [
         Scores(
             count=1,
             logprobs=chosen[row].tobytes(),
             top_ids=top_ids[row, : spec.top].tobytes(),
             top_logprobs=top_logprobs[row, : spec.top].tobytes(),
-            wanted=_wanted(logits[row : row + 1], spec, norms_host[row : row + 1]),
+            wanted=_wanted(logits[row : row + 1], spec, norms[row : row + 1]),
         )
         for row, spec in enumerate(specs)
     ]
@@ -80,21 +79,28 @@ def join(parts: list[Scores]) -> Scores:
 
 
 def _score_part(logits: torch.Tensor, targets: Ints, spec: ScoreSpec) -> Scores:
-    norms = torch.logsumexp(logits, dim=1)
-    top_ids, top_values = _top(logits, min(spec.top, logits.shape[1]))
-    norms_host = norms.cpu().numpy()
+    norms, top_ids, top_values = _norms_and_top(logits, min(spec.top, logits.shape[1]))
     return Scores(
         count=len(targets),
         logprobs=_chosen(logits, targets, norms).astype("<f4").tobytes(),
         top_ids=top_ids.astype("<i4").tobytes(),
-        top_logprobs=(top_values - norms_host[:, None]).astype("<f4").tobytes(),
-        wanted=_wanted(logits, spec, norms_host),
+        top_logprobs=(top_values - norms[:, None]).astype("<f4").tobytes(),
+        wanted=_wanted(logits, spec, norms),
     )
 
 
-def _chosen(logits: torch.Tensor, targets: Ints, norms: torch.Tensor) -> Floats32:
+def _norms_and_top(logits: torch.Tensor, top: int) -> tuple[Floats32, Ints, Floats32]:
+    """Of each row what turns its logits into log-probabilities, and its likeliest tokens with their logits."""
+    kernels = passes.kernels_for(logits.device)
+    if kernels is not None and top <= passes.MOST_TOP and logits.stride(1) == 1:
+        return passes.score_rows(kernels, logits, max(top, 0))
+    return torch.logsumexp(logits, dim=1).cpu().numpy(), *_top(logits, top)
+
+
+def _chosen(logits: torch.Tensor, targets: Ints, norms: Floats32) -> Floats32:
     where = torch.from_numpy(targets).to(logits.device).unsqueeze(1)
-    return (logits.gather(1, where).squeeze(1) - norms).cpu().numpy()
+    chosen: Floats32 = logits.gather(1, where).squeeze(1).cpu().numpy()
+    return chosen - norms
 
 
 def _wanted(logits: torch.Tensor, spec: ScoreSpec, norms: Floats32) -> bytes:

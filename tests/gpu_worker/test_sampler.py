@@ -12,11 +12,24 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from services.gpu_worker import selection
+from services.gpu_worker.kernels import library
 from services.gpu_worker.sampler import Sampler
 from services.gpu_worker.sampling_columns import SampleRows, SamplingColumns
 from shared.messages.request import SamplingParams
 
 CPU = torch.device("cpu")
+LIBRARY = library.load()
+KERNELS: list[library.Library | None] = [None]
+
+
+@pytest.fixture(autouse=True, scope="module", params=["torch", *library.available_isas(LIBRARY.functions)])
+def way(request: pytest.FixtureRequest) -> None:
+    """Every test of this file is one of torch's passes, and of the kernels on each instruction set."""
+    KERNELS[0] = None if request.param == "torch" else library.Library(LIBRARY.functions, request.param)
+
+
+def sampler(vocab: int) -> Sampler:
+    return Sampler(vocab, CPU, KERNELS[0])
 
 
 def reference(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float64]:
@@ -44,7 +57,7 @@ def draw(logits: NDArray[np.float32], params: SamplingParams, count: int) -> NDA
     """`count` draws at consecutive positions."""
     vocab = len(logits)
     rows = columns_of([params] * count, list(range(count)), vocab)
-    return Sampler(vocab, CPU).sample(torch.from_numpy(np.tile(logits, (count, 1))), rows)[0]
+    return sampler(vocab).sample(torch.from_numpy(np.tile(logits, (count, 1))), rows)[0]
 
 
 @dataclass
@@ -146,10 +159,10 @@ def test_each_row_is_what_it_would_be_alone() -> None:
     ]
     params = [kinds[i % len(kinds)] for i in range(rows)]
     positions = [7 * i for i in range(rows)]
-    together, fit = Sampler(vocab, CPU).sample(logits, columns_of(params, positions, vocab))
+    together, fit = sampler(vocab).sample(logits, columns_of(params, positions, vocab))
     assert fit.all()
     for i in range(rows):
-        alone, _ = Sampler(vocab, CPU).sample(logits[i : i + 1], columns_of([params[i]], [positions[i]], vocab))
+        alone, _ = sampler(vocab).sample(logits[i : i + 1], columns_of([params[i]], [positions[i]], vocab))
         assert alone[0] == together[i]
 
 
@@ -188,7 +201,7 @@ def test_top_p_keeps_at_least_the_likeliest_token() -> None:
 def test_a_row_that_cannot_be_sampled_is_unfit(params: SamplingParams, bad: float) -> None:
     logits = torch.ones(3, 80)
     logits[0, 3 if bad != -np.inf else slice(None)] = bad
-    tokens, fit = Sampler(80, CPU).sample(logits, columns_of([params] * 3, [1, 2, 3], 80))
+    tokens, fit = sampler(80).sample(logits, columns_of([params] * 3, [1, 2, 3], 80))
     assert fit.tolist() == [False, True, True]
     assert tokens[0] == -1
     assert (tokens[1:] >= 0).all()

@@ -111,13 +111,24 @@ class PeakCall(ctypes.Structure):
     )
 
 
-class WeightCall(ctypes.Structure):
-    """Sampling weights of logits; mirrors WeightCall of interface.h."""
+class ScoreCall(ctypes.Structure):
+    """Norms and largest logits of rows; mirrors ScoreCall of interface.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "peaks", "temperatures", "rows", "weights", "sums")),
+        *((name, c_void_p) for name in ("logits", "norms", "values", "tokens")),
         ("stride", c_int64),
-        *((name, c_int32) for name in ("count", "vocab", "blocks", "threads")),
+        *((name, c_int32) for name in ("count", "vocab", "top", "threads")),
+    )
+
+
+class DrawCall(ctypes.Structure):
+    """Tokens drawn from logits; mirrors DrawCall of interface.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "peaks", "temperatures", "rows", "top_k", "top_p", "min_p")),
+        *((name, c_void_p) for name in ("seeds", "positions", "tokens", "scratch")),
+        ("stride", c_int64),
+        *((name, c_int32) for name in ("count", "vocab", "threads")),
     )
 
 
@@ -173,7 +184,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rf_gate": (None, (c_int, POINTER(GateCall))),
     "rf_mask": (None, (c_int, POINTER(MaskCall))),
     "rf_peak": (None, (c_int, POINTER(PeakCall))),
-    "rf_weigh": (None, (c_int, POINTER(WeightCall))),
+    "rf_score": (None, (c_int, POINTER(ScoreCall))),
+    "rf_draw_floats": (c_int64, (c_int,)),
+    "rf_draw": (None, (c_int, POINTER(DrawCall))),
     "rf_read_memory": (c_uint64, (_P, c_int64, c_int)),
     "rf_copy_pages": (c_int, (POINTER(_P), c_int, _P, _P, c_int, c_int64, c_int)),
 }

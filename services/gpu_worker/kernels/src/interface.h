@@ -124,15 +124,31 @@ struct PeakCall {
   int32_t count, vocab, threads;
 };
 
-// weights [count][blocks * kWeightBlock] = e^((logit - peak) / temperature), 0 behind the vocabulary; sums [count][blocks].
+// Of each row of logits [count][vocab]: the logarithm of its sum of e^logit, and its `top` largest logits [count][top]
+// with their tokens, the lower one first among equals.
 constexpr int kWeightBlock = 64;
-struct WeightCall {
-  const float *logits, *peaks, *temperatures;  // peaks: of all rows of the logits; temperatures [count]
-  const int64_t* rows;
-  float *weights, *sums;
+struct ScoreCall {
+  const float* logits;
+  float *norms, *values;
+  int64_t* tokens;
   int64_t stride;
-  int32_t count, vocab, blocks, threads;
+  int32_t count, vocab, top, threads;
 };
+
+// Tokens of rows that are drawn: of logits [][vocab] in `rows` [count], the peaks being those of all rows. Of the weights
+// e^((logit - peak) / temperature) those survive that the filters leave (top_k 0, top_p 1, min_p 0: none), in the
+// order of weight, then token; a uniform of (seed, position) picks among them. scratch: draw_floats() for each thread.
+struct DrawCall {
+  const float *logits, *peaks, *temperatures;
+  const int64_t *rows, *top_k;
+  const double *top_p, *min_p;
+  const uint64_t *seeds, *positions;
+  int64_t* tokens;
+  float* scratch;
+  int64_t stride;
+  int32_t count, vocab, threads;
+};
+inline int64_t draw_floats(int vocab) { return 7 * (int64_t)padded(vocab, kWeightBlock) + 4096; }
 
 // One decoder layer's weights (products packed), and its part of the cache.
 struct DecoderLayer {
@@ -165,7 +181,8 @@ struct Kernels {
   void (*gate)(const GateCall&);
   void (*mask)(const MaskCall&);
   void (*peak)(const PeakCall&);
-  void (*weigh)(const WeightCall&);
+  void (*score)(const ScoreCall&);
+  void (*draw)(const DrawCall&);
 };
 
 // Floats of one partial result: 16 lanes of O, then their maxima and sums.

@@ -1,5 +1,5 @@
-// Passes over logits before a token is chosen: bitmasks, and weights relative to the likeliest token with sums of their
-// blocks. Leaves choosing to the sampler.
+// Passes over logits around the choice of a token: bitmasks, the likeliest token, weights relative to it, scores. Leaves
+// choosing to drawing.h.
 #pragma once
 
 #include "simd.h"
@@ -92,17 +92,42 @@ inline float weigh(const float* x, int n, float peak, float scale, float* out) {
   return sum_of(sum);
 }
 
-void weigh_rows(const WeightCall& c) {
+// The k largest of a row, in descending order; equal ones in the order of tokens.
+inline void top_of(const float* row, int n, int k, float* values, int64_t* tokens) {
+  for (int i = 0; i < k; i++) values[i] = -INFINITY, tokens[i] = i;
+  int held = 0;
+  const auto take = [&](float x, int token) {
+    int at = held < k ? held++ : k - 1;
+    for (; at > 0 && values[at - 1] < x; at--) values[at] = values[at - 1], tokens[at] = tokens[at - 1];
+    values[at] = x, tokens[at] = token;
+  };
+  int i = 0;
+  for (; i < n && held < k; i++) take(row[i], i);
+  for (; i + kWidth <= n; i += kWidth) {
+    const Int above = load(row + i) > splat(values[k - 1]);
+    bool any = false;
+    for (int l = 0; l < kWidth; l++) any |= above[l] != 0;
+    for (int l = 0; any && l < kWidth; l++)
+      if (row[i + l] > values[k - 1]) take(row[i + l], i + l);
+  }
+  for (; i < n; i++)
+    if (row[i] > values[k - 1]) take(row[i], i);
+}
+
+void score_rows(const ScoreCall& c) {
 #pragma omp parallel for num_threads(c.threads) schedule(static)
   for (int r = 0; r < c.count; r++) {
-    const int64_t from = c.rows[r];
-    const float* row = c.logits + from * c.stride;
-    const float peak = c.peaks[from], scale = 1.4426950408889634f / c.temperatures[r];
-    for (int b = 0; b < c.blocks; b++) {
-      const int start = b * kWeightBlock, n = c.vocab - start;
-      float* out = c.weights + ((int64_t)r * c.blocks + b) * kWeightBlock;
-      c.sums[(int64_t)r * c.blocks + b] = weigh(row + start, n < kWeightBlock ? n : kWeightBlock, peak, scale, out);
+    const float* row = c.logits + r * c.stride;
+    bool broken = false;
+    const float peak = peak_of(row, c.vocab, broken);
+    alignas(64) float unused[kWeightBlock];
+    double sum = 0;
+    for (int start = 0; start < c.vocab; start += kWeightBlock) {
+      const int n = c.vocab - start;
+      sum += weigh(row + start, n < kWeightBlock ? n : kWeightBlock, peak, 1.4426950408889634f, unused);
     }
+    c.norms[r] = broken ? NAN : (float)(peak + log(sum));
+    if (c.top > 0) top_of(row, c.vocab, c.top, c.values + (int64_t)r * c.top, c.tokens + (int64_t)r * c.top);
   }
 }
 

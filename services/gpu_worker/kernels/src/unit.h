@@ -4,6 +4,7 @@
 #include "decoder.h"
 #include "engine_vector.h"
 #include "linear_int8.h"
+#include "drawing.h"
 #include "sampling.h"
 #if defined(RF_AMX)
 #include "engine_amx.h"
@@ -60,4 +61,4 @@ void run_gate(const GateCall& c) { c.dtype == kBfloat16 ? gate_rows<bf16>(c) : g
                                                 radixfleet::run_decoder, radixfleet::run_norm, \
                                                 radixfleet::run_rope, radixfleet::run_gate, \
                                                 radixfleet::mask_rows, radixfleet::peak_rows, \
-                                                radixfleet::weigh_rows};
+                                                radixfleet::score_rows, radixfleet::draw_rows};
