@@ -53,11 +53,11 @@ class Sampler:
 
     def _run(self, kernels: Library, logits: torch.Tensor, rows: SampleRows) -> tuple[Ints, NDArray[np.bool_]]:
         """As `sample`, by the kernels."""
-        peaks, tokens = passes.peaks_of(kernels, logits)
+        needed = passes.draw_scratch(kernels, self._vocab_size, passes.threads_for(len(logits)))
+        if self._scratch.numel() < needed:
+            self._scratch = torch.zeros((1, needed), dtype=torch.float32)
+        tokens, peaks = passes.draw_rows(kernels, logits, rows, self._scratch)
         fit = np.isfinite(peaks)
-        drawn = np.flatnonzero(~rows.greedy & fit)
-        if len(drawn):
-            tokens[drawn] = passes.draw_rows(kernels, logits, peaks, drawn, rows, self._room(kernels, len(drawn)))
         tokens[~fit] = -1
         return tokens, fit
 
@@ -74,13 +74,6 @@ class Sampler:
             tokens[drawn[cut]] = pick_filtered(
                 self._take(weights, cut), sums[cut].sum(axis=1), rows.filters.take(drawn[cut]), numbers[cut]
             )
-
-    def _room(self, kernels: Library, count: int) -> torch.Tensor:
-        """What drawing so many rows at once needs."""
-        needed = passes.draw_scratch(kernels, self._vocab_size, passes.threads_for(count))
-        if self._scratch.numel() < needed:
-            self._scratch = torch.zeros((1, needed), dtype=torch.float32)
-        return self._scratch
 
     def _take(self, tensor: torch.Tensor, rows: Ints) -> torch.Tensor:
         if len(rows) == tensor.shape[0]:

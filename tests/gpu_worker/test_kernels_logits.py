@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gpu_worker.kernels import library, logits
+from services.gpu_worker.sampling_columns import SamplingColumns
+from shared.messages.request import SamplingParams
 
 LIBRARY = library.load()
 
@@ -36,17 +38,24 @@ def test_masks(kernels: library.Library, vocab: int, rows: list[int]) -> None:
     assert torch.equal(wide[:, vocab:], before[:, vocab:])
 
 
+def greedy(kernels: library.Library, x: torch.Tensor) -> tuple[list[int], np.ndarray]:
+    columns = SamplingColumns(1, x.shape[1])
+    columns.set(0, SamplingParams(temperature=0.0))
+    slots = np.zeros(len(x), np.int64)
+    scratch = torch.zeros(logits.draw_scratch(kernels, x.shape[1], logits.threads_for(len(x))))
+    tokens, peaks = logits.draw_rows(kernels, x, columns.rows(slots, slots), scratch)
+    return tokens.tolist(), peaks
+
+
 @pytest.mark.parametrize("vocab", [1, 15, 32, 65, 500, 2048, 5000])
 def test_peaks(kernels: library.Library, vocab: int) -> None:
     x = torch.randn(5, vocab + 2)[:, :vocab]
     x[1] = float("-inf")
     x[2, vocab // 2] = float("nan")
     x[3, vocab // 3] = float("inf")
-    peaks, places = logits.peaks_of(kernels, x)
+    tokens, peaks = greedy(kernels, x)
     assert np.array_equal(peaks, x.amax(1).numpy(), equal_nan=True)
-    whole = [0, 1, 3, 4]
-    assert places[whole].tolist() == x[whole].argmax(1).tolist()
-    assert 0 <= places[2] < vocab
+    assert [tokens[row] for row in (0, 1, 3, 4)] == x[[0, 1, 3, 4]].argmax(1).tolist()
 
 
 @given(st.data())
@@ -55,9 +64,9 @@ def test_of_equal_peaks_the_first(data: st.DataObject) -> None:
     x = torch.zeros(1, vocab)
     equals = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=4))
     x[0, equals] = 1.0
-    peaks, places = logits.peaks_of(library.load(), x)
+    tokens, peaks = greedy(LIBRARY, x)
     assert peaks.tolist() == [1.0]
-    assert places.tolist() == [min(equals)]
+    assert tokens == [min(equals)]
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 1000])

@@ -101,16 +101,6 @@ class MaskCall(ctypes.Structure):
     )
 
 
-class PeakCall(ctypes.Structure):
-    """Largest logits and their places; mirrors PeakCall of interface.h."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in ("logits", "peaks", "places")),
-        ("stride", c_int64),
-        *((name, c_int32) for name in ("count", "vocab", "threads")),
-    )
-
-
 class ScoreCall(ctypes.Structure):
     """Norms and largest logits of rows; mirrors ScoreCall of interface.h."""
 
@@ -125,8 +115,8 @@ class DrawCall(ctypes.Structure):
     """Tokens drawn from logits; mirrors DrawCall of interface.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "peaks", "temperatures", "rows", "top_k", "top_p", "min_p")),
-        *((name, c_void_p) for name in ("seeds", "positions", "tokens", "scratch")),
+        *((name, c_void_p) for name in ("logits", "greedy", "temperatures", "top_p", "min_p", "top_k")),
+        *((name, c_void_p) for name in ("seeds", "positions", "tokens", "peaks", "scratch")),
         ("stride", c_int64),
         *((name, c_int32) for name in ("count", "vocab", "threads")),
     )
@@ -183,7 +173,6 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rf_rope": (None, (c_int, POINTER(RopeCall))),
     "rf_gate": (None, (c_int, POINTER(GateCall))),
     "rf_mask": (None, (c_int, POINTER(MaskCall))),
-    "rf_peak": (None, (c_int, POINTER(PeakCall))),
     "rf_score": (None, (c_int, POINTER(ScoreCall))),
     "rf_draw_floats": (c_int64, (c_int,)),
     "rf_draw": (None, (c_int, POINTER(DrawCall))),

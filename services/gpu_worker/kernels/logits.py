@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.gpu_worker.kernels import NativeUnavailable, library
-from services.gpu_worker.kernels.library import DrawCall, Library, MaskCall, PeakCall, ScoreCall
+from services.gpu_worker.kernels.library import DrawCall, Library, MaskCall, ScoreCall
 from services.gpu_worker.sampling_columns import SampleRows
 
 MOST_TOP = 64
@@ -49,18 +49,6 @@ def mask_rows(kernels: Library, logits: torch.Tensor, rows: NDArray[np.int64], w
     kernels.functions.rf_mask(kernels.isa_id, call)
 
 
-def peaks_of(kernels: Library, logits: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The largest logit of each row [n], NaN where any of them is, and the lowest token that has it [n]."""
-    _check(logits, np.zeros(0, np.int64))
-    n, vocab = logits.shape
-    peaks, places = np.empty(n, dtype=np.float32), np.empty(n, dtype=np.int64)
-    call = PeakCall(
-        logits.data_ptr(), peaks.ctypes.data, places.ctypes.data, logits.stride(0), n, vocab, threads_for(n)
-    )
-    kernels.functions.rf_peak(kernels.isa_id, call)
-    return peaks, places
-
-
 def score_rows(
     kernels: Library, logits: torch.Tensor, top: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]:
@@ -89,45 +77,34 @@ def score_rows(
 
 
 def draw_rows(
-    kernels: Library,
-    logits: torch.Tensor,
-    peaks: NDArray[np.float32],
-    rows: NDArray[np.int64],
-    params: SampleRows,
-    scratch: torch.Tensor,
-) -> NDArray[np.int64]:
-    """The tokens [m] of `rows` [m] of the logits, each drawn by its entry of `params` [n], the peaks [n] being given.
+    kernels: Library, logits: torch.Tensor, rows: SampleRows, scratch: torch.Tensor
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """A token of each row [n], and its largest logit [n], NaN where any of them is; without a finite one any token.
 
     `scratch`: fp32 of at least `draw_scratch`. The same tokens as selection.py picks.
     """
-    _check(logits, rows)
-    if peaks.shape[0] != logits.shape[0] or len(params.seeds) != logits.shape[0]:
-        raise ValueError("a peak and parameters for each row of the logits")
-    threads = threads_for(len(rows))
-    if scratch.numel() < draw_scratch(kernels, logits.shape[1], threads):
-        raise ValueError("no room to draw in")
-    columns = (
-        np.ascontiguousarray(params.temperature[rows], np.float32),
-        np.ascontiguousarray(rows, np.int64),
-        np.ascontiguousarray(params.filters.top_k[rows], np.int64),
-        np.ascontiguousarray(params.filters.top_p[rows], np.float64),
-        np.ascontiguousarray(params.filters.min_p[rows], np.float64),
-        np.ascontiguousarray(params.seeds[rows], np.uint64),
-        np.ascontiguousarray(params.positions[rows], np.int64),
-        np.empty(len(rows), np.int64),
-    )
+    n, vocab = logits.shape
+    _check(logits, np.zeros(0, np.int64))
+    threads = threads_for(n)
+    if len(rows.seeds) != n or scratch.numel() < draw_scratch(kernels, vocab, threads):
+        raise ValueError("parameters for each row of the logits, and room to draw in")
+    tokens, peaks = np.empty(n, np.int64), np.empty(n, np.float32)
+    filters = rows.filters
+    columns = (rows.greedy, rows.temperature, filters.top_p, filters.min_p, filters.top_k, rows.seeds, rows.positions)
+    held = [np.ascontiguousarray(column) for column in columns]
     call = DrawCall(
         logits.data_ptr(),
+        *(column.ctypes.data for column in held),
+        tokens.ctypes.data,
         peaks.ctypes.data,
-        *(column.ctypes.data for column in columns),
         scratch.data_ptr(),
         logits.stride(0),
-        len(rows),
-        logits.shape[1],
+        n,
+        vocab,
         threads,
     )
     kernels.functions.rf_draw(kernels.isa_id, call)
-    return columns[-1]
+    return tokens, peaks
 
 
 def draw_scratch(kernels: Library, vocab: int, threads: int) -> int:

@@ -184,8 +184,10 @@ void draw_rows(const DrawCall& c) {
     Draw draw(c, thread_number());
 #pragma omp for schedule(dynamic, 1)
     for (int r = 0; r < c.count; r++) {
-      const int64_t row = c.rows[r];
-      draw.weigh_row(c.logits + row * c.stride, c.peaks[row], c.temperatures[r]);
+      const float* row = c.logits + r * c.stride;
+      c.peaks[r] = peak_of_row(row, c.vocab, c.tokens[r]);
+      if (c.greedy[r] || !isfinite(c.peaks[r])) continue;
+      draw.weigh_row(row, c.peaks[r], (float)c.temperatures[r]);
       const double u = uniform(c.seeds[r], c.positions[r]);
       const bool filters = c.top_k[r] > 0 || c.top_p[r] < 1 || c.min_p[r] > 0;
       c.tokens[r] = filters ? draw.filtered(u, c.top_k[r], c.top_p[r], c.min_p[r]) : draw.anywhere(u);

@@ -116,14 +116,6 @@ struct MaskCall {
   int32_t count, vocab, threads;
 };
 
-struct PeakCall {
-  const float* logits;
-  float* peaks;     // [count]
-  int64_t* places;  // [count], the first token with that logit
-  int64_t stride;
-  int32_t count, vocab, threads;
-};
-
 // Of each row of logits [count][vocab]: the logarithm of its sum of e^logit, and its `top` largest logits [count][top]
 // with their tokens, the lower one first among equals.
 constexpr int kWeightBlock = 64;
@@ -135,16 +127,18 @@ struct ScoreCall {
   int32_t count, vocab, top, threads;
 };
 
-// Tokens of rows that are drawn: of logits [][vocab] in `rows` [count], the peaks being those of all rows. Of the weights
-// e^((logit - peak) / temperature) those survive that the filters leave (top_k 0, top_p 1, min_p 0: none), in the
-// order of weight, then token; a uniform of (seed, position) picks among them. scratch: draw_floats() for each thread.
+// A token of each row of logits [count][vocab], and its largest logit, NaN where any is; no token is drawn where that is
+// not finite. Greedy rows take the first of the largest. Of the others' weights e^((logit - peak) / temperature) those
+// survive that the filters leave (top_k 0, top_p 1, min_p 0: none), in the order of weight, then token; a uniform of (seed,
+// position) picks among them. scratch: draw_floats() for each thread.
 struct DrawCall {
-  const float *logits, *peaks, *temperatures;
-  const int64_t *rows, *top_k;
-  const double *top_p, *min_p;
+  const float* logits;
+  const uint8_t* greedy;
+  const double *temperatures, *top_p, *min_p;
+  const int64_t* top_k;
   const uint64_t *seeds, *positions;
   int64_t* tokens;
-  float* scratch;
+  float *peaks, *scratch;
   int64_t stride;
   int32_t count, vocab, threads;
 };
@@ -180,7 +174,6 @@ struct Kernels {
   void (*rope)(const RopeCall&);
   void (*gate)(const GateCall&);
   void (*mask)(const MaskCall&);
-  void (*peak)(const PeakCall&);
   void (*score)(const ScoreCall&);
   void (*draw)(const DrawCall&);
 };

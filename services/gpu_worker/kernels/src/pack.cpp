@@ -110,7 +110,6 @@ RF_EXPORT void rf_norm(int isa, const NormCall* call) { kernels_of(isa).norm(*ca
 RF_EXPORT void rf_rope(int isa, const RopeCall* call) { kernels_of(isa).rope(*call); }
 RF_EXPORT void rf_gate(int isa, const GateCall* call) { kernels_of(isa).gate(*call); }
 RF_EXPORT void rf_mask(int isa, const MaskCall* call) { kernels_of(isa).mask(*call); }
-RF_EXPORT void rf_peak(int isa, const PeakCall* call) { kernels_of(isa).peak(*call); }
 RF_EXPORT void rf_score(int isa, const ScoreCall* call) { kernels_of(isa).score(*call); }
 RF_EXPORT int64_t rf_draw_floats(int vocab) { return draw_floats(vocab); }
 RF_EXPORT void rf_draw(int isa, const DrawCall* call) { kernels_of(isa).draw(*call); }

@@ -57,23 +57,19 @@ inline float peak_of(const float* x, int n, bool& broken) {
   return peak;
 }
 
-// The largest logit of each row, NaN where any of them is, and where it stands first.
-void peak_rows(const PeakCall& c) {
-#pragma omp parallel for num_threads(c.threads) schedule(static)
-  for (int r = 0; r < c.count; r++) {
-    const float* row = c.logits + r * c.stride;
-    float peak = -INFINITY;
-    bool broken = false;
-    int64_t place = 0;
-    for (int start = 0; start < c.vocab; start += kPeakBlock) {
-      const int n = c.vocab - start < kPeakBlock ? c.vocab - start : kPeakBlock;
-      const float here = peak_of(row + start, n, broken);
-      if (here > peak) peak = here, place = start;
-    }
-    while (!broken && row[place] != peak) place++;
-    c.peaks[r] = broken ? NAN : peak;
-    c.places[r] = place;
+// The largest logit of a row, NaN where any of them is, and where it stands first.
+inline float peak_of_row(const float* row, int vocab, int64_t& place) {
+  float peak = -INFINITY;
+  bool broken = false;
+  place = 0;
+  for (int start = 0; start < vocab; start += kPeakBlock) {
+    const int n = vocab - start < kPeakBlock ? vocab - start : kPeakBlock;
+    const float here = peak_of(row + start, n, broken);
+    if (here > peak) peak = here, place = start;
   }
+  if (broken) return NAN;
+  while (row[place] != peak) place++;
+  return peak;
 }
 
 // e^((x - peak) / temperature) of one block of at most kWeightBlock logits, zeros behind them; returns their sum.

@@ -60,5 +60,4 @@ void run_gate(const GateCall& c) { c.dtype == kBfloat16 ? gate_rows<bf16>(c) : g
   const radixfleet::Kernels radixfleet::name = {radixfleet::run_attention, radixfleet::run_linear, \
                                                 radixfleet::run_decoder, radixfleet::run_norm, \
                                                 radixfleet::run_rope, radixfleet::run_gate, \
-                                                radixfleet::mask_rows, radixfleet::peak_rows, \
-                                                radixfleet::score_rows, radixfleet::draw_rows};
+                                                radixfleet::mask_rows, radixfleet::score_rows, radixfleet::draw_rows};
