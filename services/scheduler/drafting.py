@@ -106,7 +106,7 @@ class Drafting:
         fixed, each = worker.cost.parts()
         pace = len(rows) / (fixed + each * len(rows))
         gain = sum(worth.gain for worth in self._weigh(worker, rows, pace * each))
-        return gain + sum(gain for _, _, gain in self._weigh_guided(worker, pace * each)) > pace * PAUSE_MS
+        return gain + sum(gain for _, _, gain in self._weigh_guided(worker, pace, each)) > pace * PAUSE_MS
 
     def choose(self, worker: Worker) -> list[Request]:
         """Those that send guesses in the next step, and how many; they take no decode row in it."""
@@ -136,15 +136,19 @@ class Drafting:
         tokens, size = float(len(worker.running)), len(worker.running)
         for _ in range(PASSES if fixed else 1):
             # Nothing is worth a price that is not known.
-            price = each * tokens / (fixed + each * size) if fixed else float("inf")
+            pace = tokens / (fixed + each * size) if fixed else float("inf")
             tokens, size = float(len(worker.running)), len(worker.running)
-            for guide, guesses, gain in self._weigh_guided(worker, price):
+            for guide, guesses, gain in self._weigh_guided(worker, pace, each):
                 guide.guesses = guesses
                 if guesses:
-                    tokens += gain + len(guesses) * price
+                    tokens += gain + len(guesses) * pace * each
                     size += len(guesses)
 
-    def _weigh_guided(self, worker: Worker, price: float) -> Iterator[tuple[Guide, tuple[int, ...], float]]:
+    def _weigh_guided(self, worker: Worker, pace: float, each: float) -> Iterator[tuple[Guide, tuple[int, ...], float]]:
+        """What each constrained request guesses where `pace` tokens come in a ms, and a row more takes `each` ms.
+
+        So does its mask: on the machine of the worker both want the same cores.
+        """
         rows = len(worker.guided)
         for request in worker.guided.values():
             guide = request.guide
@@ -155,7 +159,7 @@ class Drafting:
             if not guide.ending and not guide.slow:
                 guide.foresight.catch_up(request)
                 most = min(worker.max_drafts, guide.most_guesses(request, rows))
-                guesses, gain = guide.foresight.worth(most, price)
+                guesses, gain = guide.foresight.worth(most, pace * (each + guide.mean_mask_ms))
             yield guide, guesses if guide.may_guess(request) else (), gain
 
     def add(self, plan: StepPlan, worker: Worker, requests: list[Request]) -> None:

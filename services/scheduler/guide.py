@@ -56,6 +56,7 @@ class Guide:
         "guesses",
         "led_slowly",
         "mask_ms",
+        "mean_mask_ms",
         "prepared",
         "resting",
         "sample_at",
@@ -87,6 +88,7 @@ class Guide:
         self.cut = False
         self.ahead: tuple[ConstraintState, ...] = ()
         self.mask_ms = 0.1  # what its slowest mask lately took
+        self.mean_mask_ms = 0.1
 
     def write_opening(self, request: Request, opening: Sequence[int]) -> int:
         """What every text begins with is output before the first step: it is prefilled with the prompt.
@@ -121,6 +123,7 @@ class Guide:
     def judge_time(self, elapsed_ms: float) -> None:
         """What the last mask took decides whether the batch waits for the next one, and how far it guesses."""
         self.mask_ms = max(elapsed_ms, self.mask_ms * MASK_MEMORY)
+        self.mean_mask_ms += (elapsed_ms - self.mean_mask_ms) * (1 - MASK_MEMORY)
         self.slow = elapsed_ms > (SLOW_MS / 2 if self.slow else SLOW_MS)
 
     def wants_preparation(self, request: Request) -> bool:
