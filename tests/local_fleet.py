@@ -214,6 +214,15 @@ class LocalFleet:
     def _kv_done(self, worker: LocalWorker, transfer_id: int, side: Any, *, ok: bool) -> None:
         self.from_worker(worker, KvDone(transfer_id, worker.hello.incarnation, side, ok, "" if ok else "spoilt"))
 
+    def advance(self, steps: int) -> None:
+        """So many steps of every worker that has one to do; what they lead to is planned, and stays to be done."""
+        for _ in range(steps):
+            self.turn()
+            for worker in list(self.workers.values()):
+                if worker.commands:
+                    self.step(worker)
+        self.turn()
+
     def run(self, limit: int = 10_000) -> None:
         """Until no worker has anything left to do."""
         self.turn()

@@ -21,6 +21,14 @@ WINDOW = 4096 * TOKEN_BYTES
 """How far back they are looked for."""
 
 
+def behind_last(text: bytes | bytearray, needle: bytes | bytearray, start: int, end: int) -> int:
+    """Behind the last place of some tokens, which end by `end`, all in bytes; -1: there is none."""
+    place = text.rfind(needle, start, end)
+    while place % TOKEN_BYTES and place >= 0:
+        place = text.rfind(needle, start, place + len(needle) - 1)
+    return place + len(needle) if place >= 0 else -1
+
+
 class Foresight:
     """All tokens of one request so far and where its next guess stands. `own` and `known` learn how guesses do."""
 
@@ -99,10 +107,8 @@ class Foresight:
             if end - start <= size:
                 continue
             needle = text[end - size :]
-            place = text.rfind(needle, start, end - TOKEN_BYTES)
-            while place >= 0 and place % TOKEN_BYTES:
-                place = text.rfind(needle, start, place + size - 1)
-            if place >= 0:
-                self._at, self.streak = place + size, length
+            at = behind_last(text, needle, start, end - TOKEN_BYTES)
+            if at >= 0:
+                self._at, self.streak = at, length
                 return
         self._at = -1

@@ -14,14 +14,13 @@ import hashlib
 from collections import OrderedDict
 from typing import NamedTuple
 
+from services.scheduler.foresight import LONGEST_CONTEXT, behind_last
 from services.scheduler.node import TOKEN_BYTES
 from services.scheduler.odds import Record
 from services.scheduler.request import Request
 from shared import ints
 from shared.messages.request import Constraint
 
-LONGEST_CONTEXT = 4
-"""Tokens that are looked for; fewer where so many did not stand before."""
 WINDOW = 2048 * TOKEN_BYTES
 """How far back they are looked for, and what is kept of a grammar's texts."""
 MOST_GRAMMARS = 256
@@ -74,26 +73,18 @@ def look_up(text: bytes | bytearray, tail: bytes | bytearray, odds: CaseOdds) ->
     start = max(end - WINDOW, 0)
     for length in range(min(LONGEST_CONTEXT, len(tail) // TOKEN_BYTES), 0, -1):
         needle = tail[-length * TOKEN_BYTES :]
-        at = _find(text, needle, start, end)
+        at = behind_last(text, needle, start, end)
         if at < 0:
             continue
         token = bytes(text[at : at + TOKEN_BYTES])
         if token == BORDER:
             continue
         places = alike = 1
-        while places < PLACES and (at := _find(text, needle, start, at - TOKEN_BYTES)) >= 0:
+        while places < PLACES and (at := behind_last(text, needle, start, at - TOKEN_BYTES)) >= 0:
             places += 1
             alike += text[at : at + TOKEN_BYTES] == token
         return Guess(token, Case(length, alike, places), odds)
     return None
-
-
-def _find(text: bytes | bytearray, needle: bytes | bytearray, start: int, end: int) -> int:
-    """Behind the last place of the needle, which ends by `end`; -1: there is none."""
-    place = text.rfind(needle, start, end)
-    while place % TOKEN_BYTES and place >= 0:
-        place = text.rfind(needle, start, place + len(needle) - 1)
-    return place + len(needle) if place >= 0 else -1
 
 
 class Habits:

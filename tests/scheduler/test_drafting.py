@@ -91,12 +91,7 @@ def test_a_lost_worker_takes_no_guess_with_it() -> None:
     fleet = guessing_fleet(workers=2)
     let_guess(fleet)
     rids = [fleet.submit(tokens(30, seed=i), 50) for i in range(6)]
-    fleet.turn()
-    for _ in range(9):
-        for worker in list(fleet.workers.values()):
-            if worker.commands:
-                fleet.step(worker)
-        fleet.turn()
+    fleet.advance(9)
     fleet.lose_worker(next(iter(fleet.workers.values())))
     fleet.run()
     fleet.assert_answered(*rids)

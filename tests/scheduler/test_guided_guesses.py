@@ -157,12 +157,7 @@ def test_a_lost_worker_takes_no_guess_with_it() -> None:
     for steps in range(1, 9):
         fleet, _ = guessing_fleet(seed=steps, workers=2)
         rids = {submit(fleet, tokens(20 + i, i), kind): kind for i, kind in enumerate(KINDS)}
-        for _ in range(steps):
-            fleet.turn()
-            for worker in list(fleet.workers.values()):
-                if worker.commands:
-                    fleet.step(worker)
-        fleet.turn()
+        fleet.advance(steps)
         fleet.lose_worker(next(iter(fleet.workers.values())))
         fleet.run()
         for rid, kind in rids.items():
@@ -287,11 +282,7 @@ def test_guesses_leave_room_for_rows_and_prompts() -> None:
     let_guess(fleet)
     free = [fleet.submit(tokens(4 + i, 50 + i), 40) for i in range(3)]
     guided = {submit(fleet, tokens(4 + i, 60 + i), OPEN): OPEN for i in range(3)}
-    for _ in range(12):
-        fleet.turn()
-        for worker in list(fleet.workers.values()):
-            if worker.commands:
-                fleet.step(worker)
+    fleet.advance(12)
     [worker] = fleet.workers.values()
     late = fleet.submit(tokens(60, 99), 5)
     fleet.run()

@@ -16,7 +16,7 @@ from services.gpu_worker.kernels.library import DrawCall, Library, MaskCall, Sco
 from services.gpu_worker.sampling_columns import SampleRows
 
 MOST_TOP = 64
-"""Of the likeliest tokens, as the library has it."""
+"""Of the likeliest tokens of a row: each one found is inserted among those before."""
 
 
 @functools.cache
