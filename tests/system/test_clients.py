@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from radixfleet.local_server import LocalServer
+from tests.system.counters import count, shown
 from tests.system.processes import descendants, eventually
 from tests.system.servers import serving
 
@@ -157,27 +158,13 @@ def test_metrics_count_hits_and_misses_in_tokens(server: LocalServer) -> None:
     assert eventually(counted, 5.0)  # the picture is renewed a few times a second
 
 
-def shown(server: LocalServer, start: str) -> float:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"radixfleet_{start}"))
-
-
-def count(server: LocalServer, name: str) -> float:
-    """What the scheduler has counted, all that is answered included: its picture is renewed from time to time, and
-    the next one but one was surely drawn later than now."""
-    for _ in range(2):
-        turns = shown(server, "service_turns{")
-        assert eventually(lambda turns=turns: shown(server, "service_turns{") != turns, 10.0)
-    return shown(server, f"scheduler_{name}_total")
-
-
 def test_rows_that_share_a_prefix_read_it_once(server: LocalServer) -> None:
     """Eight rows over one long prompt read far fewer bytes of KV than eight times one row."""
 
     def read() -> float:
-        steps = count(server, "steps")
-        assert eventually(lambda: shown(server, "service_steps{") >= steps, 20.0)  # a heartbeat carries both
-        return shown(server, "service_kv_bytes_read{")
+        steps = count(server.url, "steps")
+        assert eventually(lambda: shown(server.url, "service_steps{") >= steps, 20.0)  # a heartbeat carries both
+        return shown(server.url, "service_kv_bytes_read{")
 
     def read_for(prompts: list[str]) -> float:
         before = read()
@@ -205,10 +192,10 @@ def test_guesses_change_the_cost_and_not_the_answer(server: LocalServer, samplin
         found: list[int] = httpx.post(f"{server.url}/generate", json=body, timeout=120).json()["output_ids"]
         return found
 
-    before, one_by_one = count(server, "accepted_draft_tokens"), answer(return_logprob=True)
+    before, one_by_one = count(server.url, "accepted_draft_tokens"), answer(return_logprob=True)
     assert len(one_by_one) == 90
     assert [answer() for _ in range(3)] == [one_by_one] * 3
-    assert count(server, "accepted_draft_tokens") > before + 90
+    assert count(server.url, "accepted_draft_tokens") > before + 90
 
 
 @SAMPLINGS
@@ -226,11 +213,11 @@ def test_guesses_under_a_schema_change_the_cost_and_not_the_answer(
         return found
 
     names = ["Maria", "Priya", "Chloe", "Hugo", "Nina"]
-    before = count(server, "accepted_draft_tokens")
+    before = count(server.url, "accepted_draft_tokens")
     one_by_one = [answer(name, return_logprob=True) for name in names]
-    assert count(server, "accepted_draft_tokens") == before
+    assert count(server.url, "accepted_draft_tokens") == before
     assert [answer(name) for name in names] == one_by_one
-    assert count(server, "accepted_draft_tokens") > before + len(names)
+    assert count(server.url, "accepted_draft_tokens") > before + len(names)
 
 
 def test_idle_uses_almost_no_cpu(server: LocalServer) -> None:

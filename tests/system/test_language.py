@@ -34,6 +34,7 @@ from radixfleet import (
 from radixfleet.local_server import ServerFailed
 from tests.radixfleet.fake_weather import fake_weather
 from tests.radixfleet.test_lang_articles import JSON_PROGRAM, TRIP_PROGRAM
+from tests.system.counters import let_settle
 from tests.system.processes import eventually
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -71,6 +72,7 @@ ITEMS = [{"context": f"report {i % 2}", "question": f"What about {i % 4}?"} for 
 
 
 def counts(url: str) -> dict[str, float]:
+    let_settle(url)
     found: dict[str, float] = {}
     for line in httpx.get(f"{url}/metrics").text.splitlines():
         name, _, value = line.rpartition(" ")
