@@ -65,7 +65,7 @@ class Foresight:
             packed = token.to_bytes(TOKEN_BYTES, "little")
             if self._at >= 0:
                 hit = self._source[self._at : self._at + TOKEN_BYTES] == packed
-                self._record.count(self._odds.of(self.streak), hit=hit)
+                self._record.count(hit=hit)
                 self._odds.count(self.streak, hit=hit)
                 self.streak += 1
                 self._at = self._at + TOKEN_BYTES if hit else -1

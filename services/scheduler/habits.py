@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from services.scheduler.foresight import LONGEST_CONTEXT, behind_last
 from services.scheduler.node import TOKEN_BYTES
-from services.scheduler.odds import Record
 from services.scheduler.request import Request
 from shared import ints
 from shared.messages.request import Constraint
@@ -118,7 +117,7 @@ def _key(namespace: bytes, constraint: Constraint) -> bytes:
 class FormForesight:
     """Guesses for one request that obeys a grammar; `forms` are the texts of that grammar."""
 
-    __slots__ = ("_form_odds", "_forms", "_known", "_own_odds", "_record", "_run", "_text")
+    __slots__ = ("_form_odds", "_forms", "_known", "_own_odds", "_run", "_text")
 
     def __init__(self, tokens: bytes, forms: bytearray, own_odds: CaseOdds, form_odds: CaseOdds) -> None:
         self._text = bytearray(tokens[-WINDOW:])
@@ -126,7 +125,6 @@ class FormForesight:
         self._forms = forms
         self._own_odds = own_odds
         self._form_odds = form_odds
-        self._record = Record()
         self._run: list[list[Guess]] = []  # what each source guesses of the tokens to come, the likelier one first
 
     def catch_up(self, request: Request) -> None:
@@ -146,7 +144,7 @@ class FormForesight:
         found: list[bytes] = []
         chance, gain = 1.0, 0.0
         while len(found) < most and (guesses := self._guesses(len(found), found)):
-            chance *= self._record.chance(guesses[0].chance())
+            chance *= guesses[0].chance()
             if chance < price:
                 break
             gain += chance - price
@@ -155,8 +153,6 @@ class FormForesight:
 
     def _learn(self, token: bytes) -> None:
         guesses = self._guesses(0, [])
-        if guesses:
-            self._record.count(guesses[0].chance(), hit=guesses[0].token == token)
         for guess in guesses:
             guess.odds.count(guess.case, hit=guess.token == token)
         if guesses and guesses[0].token == token:

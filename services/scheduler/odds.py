@@ -9,28 +9,32 @@ LONGEST = 24
 """Streaks beyond are alike."""
 MEMORY = 256
 """So many trials of one streak, then the older half counts half."""
-DOUBT = 0.5
-"""Misses of a text that were expected, and came, before it had any."""
-FADE = 0.1
-"""Of them with every guess: about the last ten count."""
+BELIEF = 5.0
+"""Guesses of its own that weigh as much for one text as what is known of all texts."""
+FADE = 0.06
+"""Of them with every guess: about the last sixteen count."""
 
 
 class Record:
-    """How one text's guesses do beside those of all texts: it may be one that repeats itself, or never does."""
+    """How one text's guesses do beside those of all texts: it may be one that repeats itself, or never does.
 
-    __slots__ = ("_expected", "_missed")
+    Misses are counted whatever the streak was. Where many rows decode, the texts that are left at the end are those
+    whose streaks end early, and the long streaks of the others say nothing of them.
+    """
+
+    __slots__ = ("_missed", "_tried")
 
     def __init__(self) -> None:
-        self._expected = self._missed = DOUBT
+        self._missed = self._tried = 0.0
 
-    def count(self, chance: float, *, hit: bool) -> None:
-        """A guess was right or wrong that is right in `chance` of all texts."""
-        self._expected += (1 - chance) - (self._expected - DOUBT) * FADE
-        self._missed += (not hit) - (self._missed - DOUBT) * FADE
+    def count(self, *, hit: bool) -> None:
+        """A guess was right or wrong."""
+        self._tried += 1 - self._tried * FADE
+        self._missed += (not hit) - self._missed * FADE
 
     def chance(self, chance: float) -> float:
-        """Of a guess of this text."""
-        return max(1 - (1 - chance) * self._missed / self._expected, 0.0)
+        """Of a guess of this text that is right in `chance` of all texts."""
+        return 1 - (BELIEF * (1 - chance) + self._missed) / (BELIEF + self._tried)
 
 
 class Odds:

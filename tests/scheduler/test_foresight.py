@@ -130,21 +130,21 @@ def test_a_text_has_a_record_of_its_own() -> None:
     bad, good = Record(), Record()
     assert bad.chance(0.7) == pytest.approx(0.7)
     for _ in range(30):
-        bad.count(0.7, hit=False)
-        good.count(0.7, hit=True)
-    assert bad.chance(0.7) < 0.15
+        bad.count(hit=False)
+        good.count(hit=True)
+    assert bad.chance(0.7) < 0.25
     assert good.chance(0.7) > 0.9
     assert odds.worth(1, 9, 0.3, bad)[0] < odds.worth(1, 9, 0.3, Record())[0] < odds.worth(1, 9, 0.3, good)[0]
     for _ in range(30):
-        bad.count(0.7, hit=True)
+        bad.count(hit=True)
     assert bad.chance(0.7) > 0.7
 
 
-@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=50), st.floats(0, 1))
-def test_a_record_turns_chances_into_chances(trials: list[tuple[float, bool]], chance: float) -> None:
+@given(st.lists(st.booleans(), max_size=50), st.floats(0, 1))
+def test_a_record_turns_chances_into_chances(trials: list[bool], chance: float) -> None:
     record = Record()
-    for expected, hit in trials:
-        record.count(expected, hit=hit)
+    for hit in trials:
+        record.count(hit=hit)
     assert 0 <= record.chance(chance) <= 1
 
 
