@@ -23,9 +23,10 @@ from services.gpu_worker.kernels.library import FLAGS_VARIABLE  # noqa: E402
 FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 TESTS = [f"tests/gpu_worker/{name}.py" for name in ("test_native_attention", "test_native_groups")]
 TESTS += [f"tests/gpu_worker/test_kernels_{name}.py" for name in ("linear", "int8", "rows", "logits", "decoder")]
+TESTS.append("tests/gpu_worker/test_sampler.py")
 # Tests of every kernel on every path.
 CHOICE = "random_batches or odd_shapes or several_blocks or straddle or sliding_window or page_sizes-fp32 or two_groups"
-CHOICE += " or test_masks or test_weights or test_peaks"
+CHOICE += " or test_masks or test_blocks or test_edits or test_scores or test_peaks or survivors"
 CHOICE += " or int8_odd or int8_row_counts or int8_with_norm"
 CHOICE += " or gate or of_a_sum or rotate or only_wanted or chunks_rows_or_threads or many_rows"
 KINDS = {"portable", "avx2", "avx512", "amx", "fp32", "bf16"}

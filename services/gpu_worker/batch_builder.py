@@ -62,10 +62,17 @@ def build_batch(
         page_tables=_on(device, tables),
         kv_slots=_on(device, pages * page_size + positions % page_size),
         logit_rows=_on(device, np.concatenate(logit_rows)),
+        scales=_scales(rows, slots) if device.type == "cpu" else None,
         num_decode_rows=rows.num_decode,
         groups=tuple(SharedGroup(_on(device, members), count) for members, count in groups),
         host=host,
     )
+
+
+def _scales(rows: StepRows, slots: Slots) -> torch.Tensor:
+    scales = np.zeros(len(rows.sampling) + sum(len(span.targets) for span in rows.spans), dtype=np.float32)
+    scales[: len(rows.sampling)] = slots.sampling.scale[rows.slots[rows.sampling]]
+    return torch.from_numpy(scales)
 
 
 def _groups(rows: StepRows, command: StepCommand, slots: Slots) -> list[tuple[NDArray[np.int32], int]]:

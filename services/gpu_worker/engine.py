@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,8 +18,8 @@ from numpy.typing import NDArray
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.batch_builder import build_batch
 from services.gpu_worker.kernels import logits as passes
+from services.gpu_worker.kernels.logits import Blocks
 from services.gpu_worker.kv_cache import KVCache
-from services.gpu_worker.logit_edits import apply_masks
 from services.gpu_worker.outcome import Outcome
 from services.gpu_worker.rows import StepRows, plan_rows
 from services.gpu_worker.sampler import Sampler
@@ -40,6 +39,11 @@ class Runner(Protocol):
 
     @property
     def kv_bytes_read(self) -> int: ...
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """What is known of the last forward's logits."""
+        ...
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 logits [len(logit_rows), vocab]; the engine may write into them."""
@@ -68,9 +72,8 @@ class Engine:
         self._device = device
         self.max_batched_tokens = max_batched_tokens
         self.slots = Slots(limits)
-        kernels = passes.kernels_for(device)
-        self._sampler = Sampler(limits.vocab_size, device, kernels)
-        self._forbid = apply_masks if kernels is None else partial(passes.mask_rows, kernels)
+        self._kernels = passes.kernels_for(device)
+        self._sampler = Sampler(limits.vocab_size, device, self._kernels)
         self.stats = StepStats()
 
     @property
@@ -140,12 +143,23 @@ class Engine:
         slots.computed[rows.slots] = starts + rows.lengths
         extend_histories(rows, starts, slots)
         if sampling:
-            sample_rows(rows, logits[:sampling], masks, slots, self._sampler, outcome, self._forbid)
+            logits = logits[:sampling]
+            blocks = self._blocks(logits, rows)
+            sample_rows(rows, logits, masks, slots, self._sampler, outcome, blocks=blocks)
+
+    def _blocks(self, logits: torch.Tensor, rows: StepRows) -> Blocks | None:
+        """What is known of logits [S, vocab], for the kernels; found now where the model's product noted nothing."""
+        if self._kernels is None:
+            return None
+        blocks = self.runner.blocks
+        if blocks is not None:
+            return blocks.first(len(logits))
+        scales = self.slots.sampling.scale[rows.slots[rows.sampling]]
+        return Blocks.of(self._kernels, logits, torch.from_numpy(scales))
 
 
 def extend_histories(rows: StepRows, starts: Ints, slots: Slots) -> None:
     """Count the tokens of the step's chunks for those who are penalised for them; `starts` are the rows' positions."""
     for slot, start, tokens in zip(rows.slots[rows.num_decode :], starts[rows.num_decode :], rows.chunks, strict=True):
-        edits = slots.edits[slot]
-        if edits is not None and edits.history is not None:
-            edits.history.extend(int(start), tokens.tolist())
+        if slots.edited[slot]:
+            slots.count(int(slot), int(start), tokens.tolist())

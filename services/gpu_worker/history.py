@@ -17,6 +17,8 @@ class History:
         self._ids = np.zeros(_INITIAL, dtype=np.int64)
         self._counts = np.zeros(_INITIAL, dtype=np.float32)
         self.known = 0  # positions 0 .. known - 1 are counted
+        self.addresses = self._ids.ctypes.data, self._counts.ctypes.data
+        """Where `ids` and `output_counts` begin in memory, until they grow."""
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -40,6 +42,7 @@ class History:
             if at == len(self._ids):
                 self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+                self.addresses = self._ids.ctypes.data, self._counts.ctypes.data
             self._ids[at] = token
         if self.known >= self._prompt_length:
             self._counts[at] += 1.0

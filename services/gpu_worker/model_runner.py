@@ -12,6 +12,7 @@ import torch
 from services.gpu_worker.attention.base import AttentionBackend
 from services.gpu_worker.attention.select import attention_backend as select_backend
 from services.gpu_worker.batch import ForwardBatch
+from services.gpu_worker.kernels.logits import Blocks
 from services.gpu_worker.kv_cache import FP8, KVCache
 from services.gpu_worker.layers.moe_fused import MoeBackend
 from services.gpu_worker.models.config import ModelConfig, ModelError, ModelFolder, UnsupportedModel, read_folder
@@ -47,6 +48,11 @@ class ModelRunner:
     def kv_bytes_read(self) -> int:
         """Bytes of K and V that attention has read from the cache so far."""
         return self.attention.kv_bytes_read
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """What the product that made the last forward's logits has noted of them."""
+        return self.model.blocks
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """One step: writes the tokens' K and V, returns fp32 logits [len(batch.logit_rows), vocab].

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -34,9 +34,10 @@ class Outcome:
         slots.ended[slot] = True
         self._errors.setdefault(slot, RowError(slot=slot, detail=detail))
 
-    def has_failed(self, slot: int) -> bool:
-        """Whether `fail` was called for the slot in this step."""
-        return slot in self._errors
+    @property
+    def failed(self) -> Collection[int]:
+        """The slots for which `fail` was called in this step."""
+        return self._errors.keys()
 
     def count(self, outputs: slice) -> int:
         """How many of these have a token."""

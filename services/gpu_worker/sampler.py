@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from services.gpu_worker import selection
 from services.gpu_worker.kernels import logits as passes
 from services.gpu_worker.kernels.library import Library
+from services.gpu_worker.kernels.logits import Blocks
 from services.gpu_worker.rng import uniforms
 from services.gpu_worker.sampling_columns import SampleRows
 from services.gpu_worker.selection import BLOCK, pick_anywhere, pick_filtered
 
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 class Sampler:
@@ -33,13 +35,13 @@ class Sampler:
         self._device = device
         self._scratch = torch.zeros((0, self._width), dtype=torch.float32, device=device)
 
-    def sample(self, logits: torch.Tensor, rows: SampleRows) -> tuple[Ints, NDArray[np.bool_]]:
+    def sample(self, logits: torch.Tensor, rows: SampleRows, blocks: Blocks | None = None) -> tuple[Ints, Flags]:
         """Tokens [n] for logits float32 [n, vocab], and which rows were fit for it.
 
-        A row is unfit where a logit is NaN or +inf or no token is allowed; its token is -1.
+        A row is unfit where a logit is NaN or +inf or no token is allowed; its token is -1. `blocks`: of the logits.
         """
         if self._kernels is not None:
-            return self._run(self._kernels, logits, rows)
+            return self._run(self._kernels, logits, rows, blocks)
         peaks = logits.amax(1)
         fit = peaks.isfinite().cpu().numpy()
         tokens = np.full(len(fit), -1, dtype=np.int64)
@@ -51,13 +53,16 @@ class Sampler:
         tokens[~fit] = -1
         return tokens, fit
 
-    def _run(self, kernels: Library, logits: torch.Tensor, rows: SampleRows) -> tuple[Ints, NDArray[np.bool_]]:
+    def _run(
+        self, kernels: Library, logits: torch.Tensor, rows: SampleRows, blocks: Blocks | None
+    ) -> tuple[Ints, Flags]:
         """As `sample`, by the kernels."""
         needed = passes.draw_scratch(kernels, self._vocab_size, passes.threads_for(len(logits)))
         if self._scratch.numel() < needed:
             self._scratch = torch.zeros((1, needed), dtype=torch.float32)
-        tokens, peaks = passes.draw_rows(kernels, logits, rows, self._scratch)
-        fit = np.isfinite(peaks)
+        blocks = Blocks.of(kernels, logits) if blocks is None else blocks
+        tokens, highest = passes.draw_rows(logits, blocks, rows, self._scratch)
+        fit = np.isfinite(highest)
         tokens[~fit] = -1
         return tokens, fit
 

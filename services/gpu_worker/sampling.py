@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.gpu_worker.faults import ProtocolError
+from services.gpu_worker.kernels.logits import Blocks, edit_rows, mask_rows
 from services.gpu_worker.logit_edits import RowEdit, allows_more_than_stops, apply_edits, apply_masks
 from services.gpu_worker.outcome import NOT_FINITE, NOTHING_ALLOWED, Outcome
 from services.gpu_worker.rows import StepRows
@@ -30,9 +31,27 @@ MaskApplier = Callable[[torch.Tensor, Ints, NDArray[np.uint32]], None]  # as log
 class TokenSampler(Protocol):
     """What chooses: `sampler.Sampler`, or the same on a device."""
 
-    def sample(self, logits: torch.Tensor, rows: SampleRows) -> tuple[Ints, NDArray[np.bool_]]:
+    def sample(
+        self, logits: torch.Tensor, rows: SampleRows, blocks: Blocks | None = None
+    ) -> tuple[Ints, NDArray[np.bool_]]:
         """Tokens [n], -1 where a row is not fit, and which rows are fit; logits float32 [n, vocab]."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Logits as the model made them, which scores are of, and what is known of their blocks."""
+
+    logits: torch.Tensor
+    blocks: Blocks | None
+
+    def copy(self) -> Raw:
+        """For where the logits are going to be edited."""
+        return Raw(self.logits.clone(), None if self.blocks is None else self.blocks.copy())
+
+    def take(self, rows: Ints) -> Raw:
+        where = torch.from_numpy(rows).to(self.logits.device)
+        return Raw(self.logits[where], None if self.blocks is None else self.blocks.take(where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +103,25 @@ def sample_rows(
     sampler: TokenSampler,
     outcome: Outcome,
     forbid: MaskApplier = apply_masks,
+    blocks: Blocks | None = None,
 ) -> None:
     """Draw every sample; logits float32 [S, vocab], `slots.computed` already counts this step.
 
-    Of rows that end in guesses it is taken back to what was right.
+    Of rows that end in guesses it is taken back to what was right. `blocks`: of the logits, where they are known.
     """
     who = rows.slots[rows.sampling]
     positions = slots.computed[who] - rows.behind
-    raw, edited = _edit(logits, who, positions, masks, slots, forbid)
-    tokens, fit = sampler.sample(edited, slots.sampling.rows(who, positions))
+    raw = Raw(logits, blocks)
+    if masks is not None or slots.edited[who].any():
+        if slots.scored[who].any():
+            raw = raw.copy()
+        _edit(logits, blocks, who, positions, masks, slots, forbid)
+    tokens, fit = sampler.sample(logits, slots.sampling.rows(who, positions), blocks)
     counts = drop_refuted(rows, tokens, fit, slots) if rows.drafts else slice(None)
     _drop_failed(who, tokens, fit, outcome)
     if not fit.all():
         for row in np.flatnonzero(~fit).tolist():
-            outcome.fail(slots, int(who[row]), _why_unfit(raw, row))
+            outcome.fail(slots, int(who[row]), _why_unfit(raw.logits, row))
     _score(raw, who, tokens, fit, rows, slots, outcome)
     _settle(who[counts], positions[counts], tokens[counts], slots)
     outcome.tokens[rows.outputs] = tokens
@@ -131,32 +155,50 @@ def may_stop(slots: Slots, slot: int, position: int) -> bool:
 
 
 def _edit(
-    logits: torch.Tensor, who: Ints, positions: Ints, masks: MaskRows | None, slots: Slots, forbid: MaskApplier
-) -> tuple[torch.Tensor, torch.Tensor]:
-    edited = np.flatnonzero(slots.edited[who]).tolist()
-    if not edited and masks is None:
-        return logits, logits
-    # Scores are of the raw logits, so these are kept where a row wants any.
-    raw = logits.clone() if slots.scored[who].any() else logits
-    edits = {row: slots.edits[int(who[row])] for row in edited}
-    plans = [RowEdit(row, int(positions[row]), e) for row, e in edits.items() if e is not None]
-    if masks is not None and len(masks.rows):
-        words = dict(zip(masks.rows.tolist(), masks.words, strict=True))
-        # A constraint that allows nothing but the end wins over min_new_tokens.
-        plans = [
-            RowEdit(p.row, p.position, p.edits, p.row not in words or allows_more_than_stops(words[p.row], p.edits))
-            for p in plans
-        ]
-        apply_edits(logits, plans)
-        forbid(logits, masks.rows, masks.words)
+    logits: torch.Tensor,
+    blocks: Blocks | None,
+    who: Ints,
+    positions: Ints,
+    masks: MaskRows | None,
+    slots: Slots,
+    forbid: MaskApplier,
+) -> None:
+    if slots.edited[who].any():
+        keeps = None if masks is None else _keeps_stops(who, positions, masks, slots)
+        if blocks is not None:
+            edit_rows(logits, blocks, slots.edit_columns, who, positions, keeps)
+        else:
+            apply_edits(logits, _row_edits(who, positions, keeps, slots))
+    if masks is None or not len(masks.rows):
+        return
+    if blocks is not None:
+        mask_rows(logits, blocks, masks.rows, masks.words)
     else:
-        apply_edits(logits, plans)
-    return raw, logits
+        forbid(logits, masks.rows, masks.words)
+
+
+def _keeps_stops(who: Ints, positions: Ints, masks: MaskRows, slots: Slots) -> NDArray[np.bool_]:
+    """A constraint that allows nothing but the end wins over min_new_tokens."""
+    keeps = np.zeros(len(who), dtype=np.bool_)
+    for row, words in zip(masks.rows.tolist(), masks.words, strict=True):
+        edits = slots.edits[int(who[row])]
+        if edits is not None and edits.forbids_stop(int(positions[row])):
+            keeps[row] = not allows_more_than_stops(words, edits)
+    return keeps
+
+
+def _row_edits(who: Ints, positions: Ints, keeps: NDArray[np.bool_] | None, slots: Slots) -> list[RowEdit]:
+    edited = [(row, slots.edits[int(who[row])]) for row in np.flatnonzero(slots.edited[who]).tolist()]
+    return [
+        RowEdit(row, int(positions[row]), edits, keeps is None or not keeps[row])
+        for row, edits in edited
+        if edits is not None
+    ]
 
 
 def _drop_failed(who: Ints, tokens: Ints, fit: NDArray[np.bool_], outcome: Outcome) -> None:
-    for row in [row for row, slot in enumerate(who.tolist()) if outcome.has_failed(slot)]:
-        tokens[row], fit[row] = -1, False
+    for slot in outcome.failed:
+        tokens[who == slot], fit[who == slot] = -1, False
 
 
 def _why_unfit(raw: torch.Tensor, row: int) -> str:
@@ -165,15 +207,16 @@ def _why_unfit(raw: torch.Tensor, row: int) -> str:
 
 
 def _score(
-    raw: torch.Tensor, who: Ints, tokens: Ints, fit: NDArray[np.bool_], rows: StepRows, slots: Slots, outcome: Outcome
+    raw: Raw, who: Ints, tokens: Ints, fit: NDArray[np.bool_], rows: StepRows, slots: Slots, outcome: Outcome
 ) -> None:
     scored = np.flatnonzero(slots.scored[who] & fit)
     if not len(scored):
         return
-    part = raw if len(scored) == len(who) else raw[torch.from_numpy(scored).to(raw.device)]
-    specs = [slots.spec_of(int(slot)) for slot in who[scored]]
-    for row, scores in zip(scored.tolist(), score_each(part, tokens[scored], specs), strict=True):
-        outcome.add_scores(int(rows.outputs[row]), scores)
+    part = raw if len(scored) == len(who) else raw.take(scored)
+    specs = [slots.spec_of(slot) for slot in who[scored].tolist()]
+    found = score_each(part.logits, tokens[scored], specs, part.blocks)
+    for output, scores in zip(rows.outputs[scored].tolist(), found, strict=True):
+        outcome.add_scores(output, scores)
 
 
 def _settle(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:
@@ -189,6 +232,5 @@ def _settle(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:
 def extend_answers(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:
     """Count tokens [n] drawn for slots `who` at `positions`, -1 or less: none, for those who are penalised for them."""
     for row in np.flatnonzero(slots.edited[who]).tolist():
-        edits = slots.edits[int(who[row])]
-        if edits is not None and edits.history is not None and tokens[row] >= 0:
-            edits.history.extend(int(positions[row]), [int(tokens[row])])
+        if tokens[row] >= 0:
+            slots.count(int(who[row]), int(positions[row]), [int(tokens[row])])

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from services.gpu_worker.kernels import logits as passes
+from services.gpu_worker.kernels.logits import Blocks, RowScores
 from services.gpu_worker.selection import descending, gather_candidates, top_threshold
 from shared.messages.stream import Scores
 
@@ -36,22 +37,18 @@ def score(logits: torch.Tensor, targets: Ints, spec: ScoreSpec) -> Scores:
     return join(parts)
 
 
-def score_each(logits: torch.Tensor, targets: Ints, specs: Sequence[ScoreSpec]) -> list[Scores]:
-    """One Scores for each row of logits float32 [n, vocab], each by its own spec."""
-    norms, top_ids, top_values = _norms_and_top(logits, min(max(spec.top for spec in specs), logits.shape[1]))
-    chosen = _chosen(logits, targets, norms).astype("<f4")
-    top_ids = top_ids.astype("<i4")
-    top_logprobs = (top_values - norms[:, None]).astype("<f4")
-    return [
-        Scores(
-            count=1,
-            logprobs=chosen[row].tobytes(),
-            top_ids=top_ids[row, : spec.top].tobytes(),
-            top_logprobs=top_logprobs[row, : spec.top].tobytes(),
-            wanted=_wanted(logits[row : row + 1], spec, norms[row : row + 1]),
-        )
-        for row, spec in enumerate(specs)
-    ]
+def score_each(
+    logits: torch.Tensor, targets: Ints, specs: Sequence[ScoreSpec], blocks: Blocks | None = None
+) -> list[Scores]:
+    """One Scores for each row of logits float32 [n, vocab], each by its own spec. `blocks`: of the logits."""
+    rows = _score_rows(logits, targets, min(max(spec.top for spec in specs), logits.shape[1]), blocks)
+    chosen, ids, logprobs = rows.chosen.tobytes(), rows.top_ids.tobytes(), rows.top_logprobs.tobytes()
+    found, width = [], 4 * rows.top_ids.shape[1]
+    for row, spec in enumerate(specs):
+        best = slice(row * width, row * width + min(max(4 * spec.top, 0), width))
+        wanted = _wanted(logits[row : row + 1], spec, rows.norms[row : row + 1]) if len(spec.wanted) else b""
+        found.append(Scores(1, chosen[4 * row : 4 * row + 4], ids[best], logprobs[best], wanted))
+    return found
 
 
 def unscored(spec: ScoreSpec) -> Scores:
@@ -79,28 +76,25 @@ def join(parts: list[Scores]) -> Scores:
 
 
 def _score_part(logits: torch.Tensor, targets: Ints, spec: ScoreSpec) -> Scores:
-    norms, top_ids, top_values = _norms_and_top(logits, min(spec.top, logits.shape[1]))
+    rows = _score_rows(logits, targets, min(max(spec.top, 0), logits.shape[1]))
     return Scores(
         count=len(targets),
-        logprobs=_chosen(logits, targets, norms).astype("<f4").tobytes(),
-        top_ids=top_ids.astype("<i4").tobytes(),
-        top_logprobs=(top_values - norms[:, None]).astype("<f4").tobytes(),
-        wanted=_wanted(logits, spec, norms),
+        logprobs=rows.chosen.tobytes(),
+        top_ids=rows.top_ids.tobytes(),
+        top_logprobs=rows.top_logprobs.tobytes(),
+        wanted=_wanted(logits, spec, rows.norms),
     )
 
 
-def _norms_and_top(logits: torch.Tensor, top: int) -> tuple[Floats32, Ints, Floats32]:
-    """Of each row what turns its logits into log-probabilities, and its likeliest tokens with their logits."""
+def _score_rows(logits: torch.Tensor, targets: Ints, top: int, blocks: Blocks | None = None) -> RowScores:
     kernels = passes.kernels_for(logits.device)
     if kernels is not None and top <= passes.MOST_TOP and logits.stride(1) == 1:
-        return passes.score_rows(kernels, logits, max(top, 0))
-    return torch.logsumexp(logits, dim=1).cpu().numpy(), *_top(logits, top)
-
-
-def _chosen(logits: torch.Tensor, targets: Ints, norms: Floats32) -> Floats32:
+        return passes.score_rows(logits, Blocks.of(kernels, logits) if blocks is None else blocks, targets, max(top, 0))
+    norms = torch.logsumexp(logits, dim=1).cpu().numpy()
     where = torch.from_numpy(targets).to(logits.device).unsqueeze(1)
     chosen: Floats32 = logits.gather(1, where).squeeze(1).cpu().numpy()
-    return chosen - norms
+    ids, values = _top(logits, top)
+    return RowScores(norms, chosen - norms, ids.astype(np.int32), (values - norms[:, None]).astype(np.float32))
 
 
 def _wanted(logits: torch.Tensor, spec: ScoreSpec, norms: Floats32) -> bytes:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from services.gpu_worker.edit_columns import EditColumns
 from services.gpu_worker.faults import ProtocolError
 from services.gpu_worker.logit_edits import SlotEdits
 from services.gpu_worker.sampling_columns import SamplingColumns
@@ -52,6 +53,7 @@ class Slots:
         n = limits.max_slots
         self.table = np.zeros((n, limits.max_pages), dtype=np.int32)
         self.sampling = SamplingColumns(n, limits.vocab_size)
+        self.edit_columns = EditColumns(n)
         self.is_open = np.zeros(n, dtype=np.bool_)
         self.ended = np.zeros(n, dtype=np.bool_)
         self.lagging = np.zeros(n, dtype=np.bool_)  # has skipped decode rows, so `computed` is behind the scheduler's
@@ -102,9 +104,17 @@ class Slots:
         """What the slot's request wants of a scored position."""
         return self.scores[slot] or ScoreSpec(0, np.zeros(0, dtype=np.int64))
 
+    def count(self, slot: int, position: int, tokens: list[int]) -> None:
+        """Tokens of the slot's text from `position` on, for who is penalised for them."""
+        edits = self.edits[slot]
+        if edits is not None and edits.history is not None:
+            edits.history.extend(position, tokens)
+            self.edit_columns.follow(slot, edits)
+
     def _close(self, slot: int) -> None:
         self.is_open[slot] = False
         self.edits[slot] = self.scores[slot] = None
+        self.edit_columns.set(slot, None)
         self.refused.pop(slot, None)
 
     def _open(self, opened: SlotOpen) -> None:
@@ -142,6 +152,7 @@ class Slots:
         self.edited[slot] = self.edits[slot] is not None
         self.scored[slot] = params.logprobs >= 0
         self._take_history(slot, opened)
+        self.edit_columns.set(slot, self.edits[slot])
 
     def _take_history(self, slot: int, opened: SlotOpen) -> None:
         edits = self.edits[slot]

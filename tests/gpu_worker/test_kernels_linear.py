@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from services.gpu_worker.kernels import NativeUnavailable, library
+from services.gpu_worker.kernels.logits import Blocks, blocks_of
 from services.gpu_worker.layers.packed_linear import PackedLinear
 
 LIBRARY = library.load()
@@ -66,6 +67,37 @@ def test_float32_results(kernels: library.Library, dtype: torch.dtype) -> None:
     out = PackedLinear(kernels, weight)(x, float32=True)
     assert out.dtype == torch.float32
     assert close(out, x.double() @ weight.double().T, torch.float32)
+
+
+@DTYPES
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 70), (7, 320), (33, 33), (40, 1), (70, 200)])
+def test_blocks_beside_the_product(
+    kernels: library.Library, dtype: torch.dtype, int8: bool, rows: int, outputs: int
+) -> None:
+    """What is noted is what reading the results finds, with NaN and infinity as well; nothing beside it is written."""
+    torch.manual_seed(rows)
+    weight, x = draw(outputs, 64, dtype=dtype), draw(rows, 64, dtype=dtype)
+    x[rows // 2, 3] = math.nan
+    x[-1, 5] = math.inf
+    layer, scales = PackedLinear(kernels, weight, int8=int8), torch.rand(rows).round(decimals=1)
+    room = Blocks.empty(kernels, rows + 1, outputs + 64)
+    room.peaks.fill_(7)
+    room.sums.fill_(7)
+    room.scales[:rows] = scales
+    width = blocks_of(outputs)
+    blocks = Blocks(kernels, room.peaks[:-1, :width], room.sums[:-1, :width], room.scales[:-1])
+    out = layer(x, float32=True, blocks=blocks)
+    assert torch.equal(out.nan_to_num(9), layer(x, float32=True).nan_to_num(9))
+    found = Blocks.of(kernels, out, scales)
+    assert torch.equal(blocks.peaks.nan_to_num(9), found.peaks.nan_to_num(9))
+    summed = scales > 0
+    assert torch.equal(blocks.sums[summed].nan_to_num(9), found.sums[summed].nan_to_num(9))
+    for held in (room.peaks, room.sums):
+        assert (held[-1] == 7).all()
+        assert (held[:, width:] == 7).all()
+    with pytest.raises(ValueError, match="blocks"):
+        layer(x, float32=True, blocks=room)
 
 
 @DTYPES

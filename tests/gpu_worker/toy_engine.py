@@ -40,6 +40,7 @@ class ToyRunner:
     """Keeps each token's id in the cache as its K; logits come only from what the row's pages hold."""
 
     kv_bytes_read = 0
+    blocks = None
 
     def __init__(self, num_pages: int, page_size: int = PAGE, vocab: int = VOCAB) -> None:
         self.kv_cache = KVCache(1, num_pages, page_size, 1, 1, torch.float32, CPU)

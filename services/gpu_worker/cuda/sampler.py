@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from services.gpu_worker.cuda.sampling import draw_arrays, sample_on_device
 from services.gpu_worker.cuda.staging import Staging
+from services.gpu_worker.kernels.logits import Blocks
 from services.gpu_worker.sampling_columns import SampleRows
 
 Ints = NDArray[np.int64]
@@ -19,7 +20,9 @@ class DeviceSampler:
     def __init__(self, staging: Staging) -> None:
         self._staging = staging
 
-    def sample(self, logits: torch.Tensor, rows: SampleRows) -> tuple[Ints, NDArray[np.bool_]]:
+    def sample(
+        self, logits: torch.Tensor, rows: SampleRows, blocks: Blocks | None = None
+    ) -> tuple[Ints, NDArray[np.bool_]]:
         """Tokens [n], -1 for rows that are not fit, and which are; logits float32 [n, vocab]."""
         shape, arrays = draw_arrays(rows)
         tokens: Ints = sample_on_device(logits, shape, self._staging.send(arrays)).cpu().numpy()

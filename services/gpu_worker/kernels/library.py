@@ -44,11 +44,18 @@ class LayerCall(ctypes.Structure):
     )
 
 
+class BlockTable(ctypes.Structure):
+    """What is known of logits; mirrors Blocks of interface.h. The stride is in elements."""
+
+    _fields_ = (*((name, c_void_p) for name in ("peaks", "sums", "scales")), ("stride", c_int64))
+
+
 class LinearCall(ctypes.Structure):
     """A product over packed weights; mirrors LinearCall of interface.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "weight", "norm", "residual", "bias", "out")),
+        ("blocks", BlockTable),
         *((name, c_int64) for name in ("x_stride", "residual_stride", "out_stride")),
         ("eps", c_float),
         *(
@@ -91,11 +98,39 @@ class GateCall(ctypes.Structure):
     )
 
 
+class BlockCall(ctypes.Structure):
+    """Logits of which nothing is known yet; mirrors BlockCall of interface.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("blocks", BlockTable),
+        ("stride", c_int64),
+        *((name, c_int32) for name in ("count", "vocab", "threads")),
+    )
+
+
+class EditCall(ctypes.Structure):
+    """Edits of few logits; mirrors EditCall of interface.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("blocks", BlockTable),
+        *((name, c_void_p) for name in ("slots", "positions", "keeps_stops")),
+        *((name, c_void_p) for name in ("seen", "biased", "stops", "counts", "biases")),
+        *((name, c_void_p) for name in ("num_seen", "num_biased", "num_stops", "stops_from")),
+        *((name, c_void_p) for name in ("repetition", "frequency", "presence")),
+        ("stride", c_int64),
+        *((name, c_int32) for name in ("count", "vocab", "threads")),
+    )
+
+
 class MaskCall(ctypes.Structure):
     """Bitmasks over logits; mirrors MaskCall of interface.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "words", "rows")),
+        ("logits", c_void_p),
+        ("blocks", BlockTable),
+        *((name, c_void_p) for name in ("words", "rows")),
         *((name, c_int64) for name in ("stride", "word_stride")),
         *((name, c_int32) for name in ("count", "vocab", "threads")),
     )
@@ -105,7 +140,9 @@ class ScoreCall(ctypes.Structure):
     """Norms and largest logits of rows; mirrors ScoreCall of interface.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "norms", "values", "tokens")),
+        ("logits", c_void_p),
+        ("blocks", BlockTable),
+        *((name, c_void_p) for name in ("targets", "norms", "chosen", "values", "tokens")),
         ("stride", c_int64),
         *((name, c_int32) for name in ("count", "vocab", "top", "threads")),
     )
@@ -115,8 +152,10 @@ class DrawCall(ctypes.Structure):
     """Tokens drawn from logits; mirrors DrawCall of interface.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("logits", "greedy", "temperatures", "top_p", "min_p", "top_k")),
-        *((name, c_void_p) for name in ("seeds", "positions", "tokens", "peaks", "scratch")),
+        ("logits", c_void_p),
+        ("blocks", BlockTable),
+        *((name, c_void_p) for name in ("greedy", "temperatures", "top_p", "min_p", "top_k")),
+        *((name, c_void_p) for name in ("seeds", "slots", "positions", "tokens", "peaks", "scratch")),
         ("stride", c_int64),
         *((name, c_int32) for name in ("count", "vocab", "threads")),
     )
@@ -172,6 +211,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rf_norm": (None, (c_int, POINTER(NormCall))),
     "rf_rope": (None, (c_int, POINTER(RopeCall))),
     "rf_gate": (None, (c_int, POINTER(GateCall))),
+    "rf_blocks": (None, (c_int, POINTER(BlockCall))),
+    "rf_edit": (None, (c_int, POINTER(EditCall))),
     "rf_mask": (None, (c_int, POINTER(MaskCall))),
     "rf_score": (None, (c_int, POINTER(ScoreCall))),
     "rf_draw_floats": (c_int64, (c_int,)),

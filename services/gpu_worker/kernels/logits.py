@@ -1,20 +1,30 @@
-"""Passes over logits as functions of torch tensors: bitmasks, peaks, draws, scores. Leaves what is wanted to callers.
+"""Passes over logits as functions of torch tensors: blocks, bitmasks, draws, scores. Leaves what is wanted to callers.
 
-CPU tensors of fp32 [n, vocab] whose last axis is contiguous. `kernels` is the loaded library.
+CPU tensors of fp32 [n, vocab] whose last axis is contiguous. `kernels` is the loaded library. Most of what is asked of
+a row is in a few of its blocks, or in what is known of them; the product that makes the logits notes it on its way.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from services.gpu_worker.edit_columns import EditColumns
 from services.gpu_worker.kernels import NativeUnavailable, library
-from services.gpu_worker.kernels.library import DrawCall, Library, MaskCall, ScoreCall
+from services.gpu_worker.kernels.library import BlockCall, BlockTable, DrawCall, EditCall, Library, MaskCall, ScoreCall
+from services.gpu_worker.sampling_columns import LOG2E as LOG2E
 from services.gpu_worker.sampling_columns import SampleRows
 
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Floats32 = NDArray[np.float32]
+
+BLOCK = 32
+"""Logits of a block: those of a word of a bitmask."""
 MOST_TOP = 64
 """Of the likeliest tokens of a row: each one found is inserted among those before."""
 
@@ -30,14 +40,103 @@ def kernels_for(device: torch.device) -> Library | None:
         return None
 
 
-def mask_rows(kernels: Library, logits: torch.Tensor, rows: NDArray[np.int64], words: NDArray[np.uint32]) -> None:
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What is known of each BLOCK logits of every row; whoever changes logits keeps it true.
+
+    peaks   fp32 [n, ceil(vocab / BLOCK)]: the largest logit, NaN where any is
+    sums    alike, of 2^((logit - peak) * scale) in rows whose scale is not 0
+    scales  fp32 [n]: log2(e) / temperature of who draws from all tokens, LOG2E of who wants scores
+    """
+
+    kernels: Library
+    peaks: torch.Tensor
+    sums: torch.Tensor
+    scales: torch.Tensor
+
+    @staticmethod
+    def empty(kernels: Library, rows: int, vocab: int) -> Blocks:
+        """Memory for so many rows, which no sums are wanted of."""
+        peaks, sums = torch.empty(2, rows, blocks_of(vocab), dtype=torch.float32)
+        return Blocks(kernels, peaks, sums, torch.zeros(rows, dtype=torch.float32))
+
+    @staticmethod
+    def of(kernels: Library, logits: torch.Tensor, scales: torch.Tensor | None = None) -> Blocks:
+        """Found by reading all of the logits."""
+        blocks = Blocks.empty(kernels, *logits.shape)
+        if scales is not None:
+            blocks.scales.copy_(scales)
+        call = BlockCall(
+            logits.data_ptr(),
+            blocks.table(logits),
+            logits.stride(0),
+            len(logits),
+            logits.shape[1],
+            threads_for(len(logits)),
+        )
+        kernels.functions.rf_blocks(kernels.isa_id, call)
+        return blocks
+
+    def table(self, logits: torch.Tensor) -> BlockTable:
+        """For a kernel. Raises ValueError unless this can be about `logits`."""
+        check(logits)
+        shape = (logits.shape[0], blocks_of(logits.shape[1]))
+        if self.peaks.shape != shape or self.peaks.stride(1) != 1 or self.scales.shape != shape[:1]:
+            raise ValueError(f"blocks {tuple(self.peaks.shape)} do not fit logits {tuple(logits.shape)}")
+        return BlockTable(self.peaks.data_ptr(), self.sums.data_ptr(), self.scales.data_ptr(), self.peaks.stride(0))
+
+    def first(self, count: int) -> Blocks:
+        """Of the first `count` rows."""
+        return Blocks(self.kernels, self.peaks[:count], self.sums[:count], self.scales[:count])
+
+    def take(self, rows: torch.Tensor) -> Blocks:
+        """Of some rows, which are copied."""
+        return Blocks(self.kernels, self.peaks[rows], self.sums[rows], self.scales[rows])
+
+    def copy(self) -> Blocks:
+        return Blocks(self.kernels, self.peaks.clone(), self.sums.clone(), self.scales.clone())
+
+
+def blocks_of(vocab: int) -> int:
+    return -(-vocab // BLOCK)
+
+
+def edit_rows(
+    logits: torch.Tensor, blocks: Blocks, columns: EditColumns, slots: Ints, positions: Ints, keeps_stops: Flags | None
+) -> None:
+    """Row i gets the edits of `slots` [n], for a token at `positions` [n]. `keeps_stops` [n]: stop tokens stay."""
+    slots, positions = np.ascontiguousarray(slots, np.int64), np.ascontiguousarray(positions, np.int64)
+    table = blocks.table(logits)
+    if not len(slots) == len(positions) == len(logits) or (keeps_stops is not None and len(keeps_stops) != len(slots)):
+        raise ValueError("a slot and a position for each row of the logits")
+    if len(slots) and int(slots.view(np.uint64).max()) >= len(columns):
+        raise ValueError("no such slot")
+    call = EditCall(
+        logits.data_ptr(),
+        table,
+        slots.ctypes.data,
+        positions.ctypes.data,
+        None if keeps_stops is None else keeps_stops.ctypes.data,
+        *columns.addresses,
+        logits.stride(0),
+        len(slots),
+        logits.shape[1],
+        threads_for(len(slots)),
+    )
+    blocks.kernels.functions.rf_edit(blocks.kernels.isa_id, call)
+
+
+def mask_rows(logits: torch.Tensor, blocks: Blocks, rows: Ints, words: NDArray[np.uint32]) -> None:
     """Forbid in place: bit i of word w of words [m, ceil(vocab / 32)] allows token 32 w + i in that row of `rows`."""
+    table = blocks.table(logits)
     rows, words = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(words, np.uint32)
-    _check(logits, rows)
-    if words.shape != (len(rows), -(-logits.shape[1] // 32)):
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < logits.shape[0]:
+        raise ValueError("a row is not in the logits")
+    if words.shape != (len(rows), blocks_of(logits.shape[1])):
         raise ValueError(f"masks {words.shape} do not fit {len(rows)} rows of logits {tuple(logits.shape)}")
     call = MaskCall(
         logits.data_ptr(),
+        table,
         words.ctypes.data,
         rows.ctypes.data,
         logits.stride(0),
@@ -46,67 +145,78 @@ def mask_rows(kernels: Library, logits: torch.Tensor, rows: NDArray[np.int64], w
         logits.shape[1],
         torch.get_num_threads(),
     )
-    kernels.functions.rf_mask(kernels.isa_id, call)
+    blocks.kernels.functions.rf_mask(blocks.kernels.isa_id, call)
 
 
-def score_rows(
-    kernels: Library, logits: torch.Tensor, top: int
-) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]:
-    """Each row's log of the sum of e^logit [n], and its `top` likeliest tokens and their logits [n, top].
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """Log-probabilities of n rows; equal ones come in the order of their tokens."""
 
-    At most MOST_TOP; equal logits come in the order of their tokens.
-    """
-    _check(logits, np.zeros(0, np.int64))
+    norms: Floats32  # [n]: what to take off a logit
+    chosen: Floats32  # [n], of the targets
+    top_ids: NDArray[np.int32]  # [n, top], the likeliest
+    top_logprobs: Floats32  # [n, top]
+
+
+def score_rows(logits: torch.Tensor, blocks: Blocks, targets: Ints, top: int) -> RowScores:
+    """Of `targets` [n] and the `top` likeliest, at most MOST_TOP."""
+    table, targets = blocks.table(logits), np.ascontiguousarray(targets, np.int64)
     n, vocab = logits.shape
     if not 0 <= top <= min(MOST_TOP, vocab):
         raise ValueError(f"the {top} likeliest of {vocab} tokens, at most {MOST_TOP}")
-    norms, values, tokens = np.empty(n, np.float32), np.empty((n, top), np.float32), np.empty((n, top), np.int64)
+    if len(targets) != n or (n and int(targets.view(np.uint64).max()) >= vocab):
+        raise ValueError("a target for each row of the logits")
+    norms, chosen, logprobs = np.empty(n, np.float32), np.empty(n, np.float32), np.empty((n, top), np.float32)
+    ids = np.empty((n, top), np.int32)
     call = ScoreCall(
         logits.data_ptr(),
-        norms.ctypes.data,
-        values.ctypes.data,
-        tokens.ctypes.data,
+        table,
+        *(column.ctypes.data for column in (targets, norms, chosen, logprobs, ids)),
         logits.stride(0),
         n,
         vocab,
         top,
         threads_for(n),
     )
-    kernels.functions.rf_score(kernels.isa_id, call)
-    return norms, tokens, values
+    blocks.kernels.functions.rf_score(blocks.kernels.isa_id, call)
+    return RowScores(norms, chosen, ids, logprobs)
 
 
 def draw_rows(
-    kernels: Library, logits: torch.Tensor, rows: SampleRows, scratch: torch.Tensor
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    logits: torch.Tensor, blocks: Blocks, rows: SampleRows, scratch: torch.Tensor
+) -> tuple[Ints, NDArray[np.float32]]:
     """A token of each row [n], and its largest logit [n], NaN where any of them is; without a finite one any token.
 
     `scratch`: fp32 of at least `draw_scratch`. The same tokens as selection.py picks.
     """
     n, vocab = logits.shape
-    _check(logits, np.zeros(0, np.int64))
+    table = blocks.table(logits)
     threads = threads_for(n)
-    if len(rows.seeds) != n or scratch.numel() < draw_scratch(kernels, vocab, threads):
+    slots, positions = np.ascontiguousarray(rows.slots, np.int64), np.ascontiguousarray(rows.positions, np.int64)
+    if len(slots) != n or len(positions) != n or scratch.numel() < draw_scratch(blocks.kernels, vocab, threads):
         raise ValueError("parameters for each row of the logits, and room to draw in")
-    tokens, peaks = np.empty(n, np.int64), np.empty(n, np.float32)
-    filters = rows.filters
-    columns = (rows.greedy, rows.temperature, filters.top_p, filters.min_p, filters.top_k, rows.seeds, rows.positions)
-    held = [np.ascontiguousarray(column) for column in columns]
+    if n and int(slots.view(np.uint64).max()) >= len(rows.columns.greedy):
+        raise ValueError("a row's slot has no parameters")
+    tokens, highest = np.empty(n, np.int64), np.empty(n, np.float32)
     call = DrawCall(
         logits.data_ptr(),
-        *(column.ctypes.data for column in held),
+        table,
+        *rows.columns.addresses,
+        slots.ctypes.data,
+        positions.ctypes.data,
         tokens.ctypes.data,
-        peaks.ctypes.data,
+        highest.ctypes.data,
         scratch.data_ptr(),
         logits.stride(0),
         n,
         vocab,
         threads,
     )
-    kernels.functions.rf_draw(kernels.isa_id, call)
-    return tokens, peaks
+    blocks.kernels.functions.rf_draw(blocks.kernels.isa_id, call)
+    return tokens, highest
 
 
+@functools.cache
 def draw_scratch(kernels: Library, vocab: int, threads: int) -> int:
     """Floats that drawing needs."""
     return int(kernels.functions.rf_draw_floats(vocab)) * threads
@@ -117,8 +227,7 @@ def threads_for(rows: int) -> int:
     return torch.get_num_threads() if rows > 1 else 1
 
 
-def _check(logits: torch.Tensor, rows: NDArray[np.int64]) -> None:
+def check(logits: torch.Tensor) -> None:
+    """Raises ValueError for logits that no kernel reads."""
     if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError(f"no kernel for logits of {logits.dtype} on {logits.device.type}")
-    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < logits.shape[0]:
-        raise ValueError("a row is not in the logits")

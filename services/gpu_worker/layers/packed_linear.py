@@ -6,7 +6,8 @@ import torch
 
 from services.gpu_worker.huge_memory import Arena
 from services.gpu_worker.kernels import NativeUnavailable
-from services.gpu_worker.kernels.library import DTYPES, WEIGHT_FORMS, Library, LinearCall
+from services.gpu_worker.kernels.library import DTYPES, WEIGHT_FORMS, BlockTable, Library, LinearCall
+from services.gpu_worker.kernels.logits import Blocks
 
 _weights = Arena()
 
@@ -63,11 +64,12 @@ class PackedLinear:
         eps: float = 0.0,
         residual: torch.Tensor | None = None,
         float32: bool = False,
+        blocks: Blocks | None = None,
     ) -> torch.Tensor:
         """x [rows, in] -> [rows, out] in x's dtype, or fp32 when asked; not thread-safe.
 
         norm [in]: x is RMS-normalised by it first, x itself staying as it is. residual [rows, out]: added to the
-        result; it may be `out` itself.
+        result; it may be `out` itself. blocks: is noted of the result, which is fp32.
         """
         if x.dtype != self.dtype or x.shape[1] != self.inputs or x.stride(1) != 1:
             raise ValueError(f"x {tuple(x.shape)} of {x.dtype} does not fit {self.inputs} inputs of {self.dtype}")
@@ -80,6 +82,7 @@ class PackedLinear:
         if out.shape != (x.shape[0], self.outputs) or (norm is not None and norm.dtype != self.dtype):
             raise ValueError("out or norm does not fit")
         call = self._call
+        call.blocks = BlockTable() if blocks is None else blocks.table(out)
         call.x, call.x_stride, call.rows = x.data_ptr(), x.stride(0), x.shape[0]
         call.out, call.out_stride, call.out_dtype = out.data_ptr(), out.stride(0), DTYPES[dtype]
         call.norm, call.eps = None if norm is None else norm.data_ptr(), eps

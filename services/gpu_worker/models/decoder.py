@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from services.gpu_worker.attention.base import AttentionBackend, AttentionSpec
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.kernels.library import Library
+from services.gpu_worker.kernels.logits import Blocks
 from services.gpu_worker.layers.linear import Linear, MakeProduct
 from services.gpu_worker.layers.mlp import GatedMlp
 from services.gpu_worker.layers.moe import ExpertsMaker, SparseMlp
@@ -155,6 +156,7 @@ class Decoder:
         self._rotary = Rotary(config.rope, max_context, device, deterministic=deterministic)
         self._deterministic = deterministic
         self._native: NativeStep | None = None
+        self.blocks: Blocks | None = None  # what the product that made the last forward's logits has noted of them
 
     @property
     def capturable(self) -> bool:
@@ -169,13 +171,16 @@ class Decoder:
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """fp32 logits [len(batch.logit_rows), vocab]; of a group only rank 0 has them all."""
         attention.plan(batch)
+        self.blocks = None
         x = F.embedding(batch.token_ids, self.embedding)
         if self._native is not None and self._native.takes(batch.num_tokens):
             x = self._native.layers(x, self._rotary.halves(batch.positions), batch.logit_rows, attention)
-            return self._native.logits(x)
+            logits, self.blocks = self._native.logits(x, batch.scales)
+            return logits
         normed, x = self._layer_by_layer(x, batch, attention)
         if self._native is not None and self._native.takes(x.shape[0]):
-            return self._native.logits(x)
+            logits, self.blocks = self._native.logits(x, batch.scales)
+            return logits
         logits = self.head(normed).float()
         return logits if self._group is None else self._gather(logits, self._group)
 

@@ -12,6 +12,7 @@ import torch
 from services.gpu_worker.attention.base import AttentionBackend
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.kernels.library import Library
+from services.gpu_worker.kernels.logits import Blocks
 from services.gpu_worker.layers.moe import ExpertsMaker
 from services.gpu_worker.layers.moe_fused import MoeBackend, experts_maker
 from services.gpu_worker.layers.quantized import CannotQuantize, QuantizedForm, Quantizer
@@ -31,6 +32,9 @@ Quantization = Literal["none", "int8", "fp8", "int4"]
 
 class Model(Protocol):
     """Weights with a forward pass that plans and calls the given attention."""
+
+    blocks: Blocks | None
+    """What the product that made the last forward's logits has noted of them."""
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """fp32 logits [len(batch.logit_rows), vocab]."""

@@ -13,6 +13,7 @@ from services.gpu_worker.attention.native import NativeAttention
 from services.gpu_worker.kernels import NativeUnavailable, library
 from services.gpu_worker.kernels.decoder import LayerWeights, NativeDecoder
 from services.gpu_worker.kernels.library import DTYPES, Library
+from services.gpu_worker.kernels.logits import Blocks
 from services.gpu_worker.layers.mlp import GatedMlp
 from services.gpu_worker.layers.packed_linear import PackedLinear
 from services.gpu_worker.models.families import DecoderConfig
@@ -80,7 +81,9 @@ class NativeStep:
         ]
         self._head = self._pack(kernels, decoder.head)
         self._layers = NativeDecoder(kernels, layers, q_heads=config.num_heads, eps=config.norm_eps)
+        self._kernels = kernels
         self._logits = torch.empty((0, self._head.outputs), dtype=torch.float32)  # of the largest step so far
+        self._blocks = Blocks.empty(kernels, 0, self._head.outputs)
 
     def takes(self, rows: int) -> bool:
         return not self.keeps_plain or rows <= NATIVE_ROWS
@@ -93,17 +96,26 @@ class NativeStep:
             raise TypeError(f"weights packed for native attention, not for {type(attention).__name__}")
         return self._layers.forward(x, *rope, keep, attention)
 
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """x [L, hidden], not yet normalised -> fp32 [L, vocab], until the next call.
+    def logits(self, x: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, Blocks | None]:
+        """x [L, hidden], not yet normalised -> fp32 [L, vocab] and what is known of them, both until the next call.
 
+        `scales` [L]: of the blocks' sums.
         Always the same memory for up to KEPT_ROWS: new pages cost more than the products that fill them.
         """
-        if len(x) > KEPT_ROWS:
-            return self._head.forward(x, norm=self._norm, eps=self._eps, float32=True)
-        if len(self._logits) < len(x):
-            rows = -(-len(x) // 32) * 32
-            self._logits = huge_memory.zeros(4 * rows * self._head.outputs).view(torch.float32).view(rows, -1)
-        return self._head.forward(x, out=self._logits[: len(x)], norm=self._norm, eps=self._eps, float32=True)
+        rows = x.shape[0]
+        if rows > KEPT_ROWS:
+            return self._head.forward(x, norm=self._norm, eps=self._eps, float32=True), None
+        if self._logits.shape[0] < rows:
+            room = -(-rows // 32) * 32
+            self._logits = huge_memory.zeros(4 * room * self._head.outputs).view(torch.float32).view(room, -1)
+            self._blocks = Blocks.empty(self._kernels, room, self._head.outputs)
+        logits, blocks = self._logits[:rows], self._blocks.first(rows)
+        if scales is None:
+            blocks.scales.zero_()
+        else:
+            blocks.scales.copy_(scales)
+        self._head.forward(x, out=logits, norm=self._norm, eps=self._eps, float32=True, blocks=blocks)
+        return logits, blocks
 
     def _pack_layer(self, kernels: Library, layer: DecoderLayer, rope: bool) -> LayerWeights:
         assert isinstance(layer.mlp, GatedMlp)

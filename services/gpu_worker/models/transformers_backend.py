@@ -14,6 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from services.gpu_worker.attention.base import AttentionBackend, AttentionSpec
 from services.gpu_worker.batch import ForwardBatch
+from services.gpu_worker.kernels.logits import Blocks
 from services.gpu_worker.models.checkpoint import Checkpoint, digest
 from services.gpu_worker.models.config import ModelConfig, ModelError, ModelFolder, UnsupportedModel, limit_context
 from services.gpu_worker.models.loading import LoadOptions, choose_dtype
@@ -30,6 +31,8 @@ LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 class TransformersModel:
     """A causal language model of transformers behind the forward pass of ours."""
+
+    blocks: Blocks | None = None  # its product notes nothing
 
     def __init__(
         self, model: Any, bridge: AttentionBridge, specs: tuple[AttentionSpec, ...], *, token_by_token: bool

@@ -1,5 +1,5 @@
-// Drawing tokens: weights of a row, the survivors of top-k, top-p and min-p, and the one that a uniform picks. A row is
-// one thread's from its logits to its token, so that its weights stay in the cache. Leaves parameters to the sampler.
+// Drawing tokens: the survivors of top-k, top-p and min-p, and the one that a uniform picks. What is known of a row's blocks
+// tells which of them to read. Leaves parameters to the sampler.
 //
 // Nothing is sorted but the few weights above a bound that surely holds all survivors; the bound is lowered until it does.
 #pragma once
@@ -12,6 +12,8 @@ namespace {
 
 constexpr float kFirstBound = 1.0f / 64, kLowerBound = 1.0f / 64;  // of the largest weight, which is 1; each next one
 constexpr float kLeastWeight = 1.17549435e-38f;  // below it a weight has no probability worth the name
+constexpr float kSlack = 1e-3f;                  // of an exponent: more than rounding makes of a weight
+constexpr int kHalvings = 12;
 constexpr int kFewCandidates = 96;               // sorted by insertion
 
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw, 2011) as rng.py has it: in [0, 1), with 53 random bits.
@@ -43,61 +45,69 @@ inline int first_above(const Part* parts, int n, double target, double& before) 
   return last;
 }
 
-// One thread's memory.
+// One row at a time, in one thread's memory.
 struct Draw {
   const int vocab, blocks;
-  float *weights, *sums, *values;
+  const float *row = nullptr, *peaks = nullptr;
+  float peak = 0, scale = 0;
+  float *masses, *values;  // of the blocks; of the candidates
   uint32_t *ids, *keys, *spare;
 
-  Draw(const DrawCall& c, int thread) : vocab(c.vocab), blocks(padded(c.vocab, kWeightBlock) / kWeightBlock) {
-    const int64_t width = (int64_t)blocks * kWeightBlock;
-    weights = c.scratch + thread * draw_floats(c.vocab);
-    values = weights + width;
+  Draw(const DrawCall& c, int thread) : vocab(c.vocab), blocks(blocks_of(c.vocab)) {
+    const int64_t width = (int64_t)blocks * kBlockLogits;
+    masses = c.scratch + thread * draw_floats(c.vocab);
+    values = masses + padded(blocks, 16);
     ids = (uint32_t*)(values + width);
     keys = ids + width;
     spare = keys + width;
-    sums = (float*)(spare + width);
   }
 
-  void weigh_row(const float* row, float peak, float temperature) {
-    const float scale = 1.4426950408889634f / temperature;
-    for (int b = 0; b < blocks; b++) {
-      const int start = b * kWeightBlock, n = vocab - start;
-      sums[b] = weigh(row + start, n < kWeightBlock ? n : kWeightBlock, peak, scale, weights + start);
-    }
+  void begin(const DrawCall& c, int r, float highest, float temperature) {
+    row = c.logits + r * c.stride, peaks = c.blocks.peaks + r * c.blocks.stride;
+    peak = highest, scale = kLog2e / temperature;
   }
-  double total() const {
-    double sum = 0;
-    for (int b = 0; b < blocks; b++) sum += sums[b];
-    return sum;
+  float crest(int b) const { return (peaks[b] - peak) * scale; }  // the exponent of a block's largest weight
+  void weigh_block(int b, float* weights) const {
+    weigh(row + b * kBlockLogits, block_size(vocab, b), peak, scale, weights);
   }
 
-  int64_t anywhere(double u) const {
-    const double target = u * total();
+  // `all`: the sum of the masses.
+  int64_t anywhere(double u, double all) const {
+    alignas(64) float parts[kBlockLogits];
+    const double target = u * all;
     double before;
-    const int block = first_above(sums, blocks, target, before);
+    const int block = first_above(masses, blocks, target, before);
+    weigh_block(block, parts);
     const double rest = target - before > 0 ? target - before : 0;
-    return (int64_t)block * kWeightBlock + first_above(weights + block * kWeightBlock, kWeightBlock, rest, before);
+    return (int64_t)block * kBlockLogits + first_above(parts, kBlockLogits, rest, before);
   }
 
-  // All weights of at least `bound`, in the order of tokens.
+  // All weights of at least `bound`, in the order of tokens. Most blocks are passed by for their peaks.
   int gather(float bound) {
     int n = 0;
-    const int width = blocks * kWeightBlock;
+    const float least = log2f(bound) - kSlack;
+    alignas(64) float weights[kBlockLogits];
+    for (int b = 0; b < blocks; b++) {
+      if (crest(b) < least) continue;
+      weigh_block(b, weights);
+      n = gather_block(weights, b * kBlockLogits, bound, n);
+    }
+    return n;
+  }
+  int gather_block(const float* weights, int start, float bound, int n) {
 #if defined(__AVX512F__)
-    const __m512 least = _mm512_set1_ps(bound);
-    __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    for (int i = 0; i < width; i += 16, place = _mm512_add_epi32(place, _mm512_set1_epi32(16))) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (int i = 0; i < kBlockLogits; i += 16) {
       const __m512 x = _mm512_loadu_ps(weights + i);
-      const __mmask16 kept = _mm512_cmp_ps_mask(x, least, _CMP_GE_OQ);
+      const __mmask16 kept = _mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_GE_OQ);
       if (!kept) continue;
       _mm512_mask_compressstoreu_ps(values + n, kept, x);
-      _mm512_mask_compressstoreu_epi32(ids + n, kept, place);
+      _mm512_mask_compressstoreu_epi32(ids + n, kept, _mm512_add_epi32(first, _mm512_set1_epi32(start + i)));
       n += __builtin_popcount(kept);
     }
 #else
-    for (int i = 0; i < width; i++)
-      if (weights[i] >= bound) values[n] = weights[i], ids[n++] = i;
+    for (int i = 0; i < kBlockLogits; i++)
+      if (weights[i] >= bound) values[n] = weights[i], ids[n++] = start + i;
 #endif
     return n;
   }
@@ -131,6 +141,21 @@ struct Draw {
     return (const float*)from;
   }
 
+  // A bound that about `count` blocks reach, and no fewer, so that as many weights do.
+  float bound_of(int64_t count) const {
+    const int n = blocks;
+    if (count >= n) return kLeastWeight;
+    float low = -126, high = 0;  // exponents: enough blocks reach low, or all that matter
+    for (int i = 0; i < kHalvings; i++) {
+      const float middle = 0.5f * (low + high), level = peak + middle / scale;
+      int reached = 0;
+      for (int b = 0; b < n; b++) reached += peaks[b] >= level;
+      (reached >= count ? low : high) = middle;
+      if (reached >= count && reached < count + count / 4) break;
+    }
+    return exp2f(low);
+  }
+
   // How many of the n best survive.
   static int survivors(const float* best, int n, double all, int64_t top_k, double top_p, double min_p) {
     const int most = top_k > 0 && top_k < n ? (int)top_k : n;
@@ -146,12 +171,12 @@ struct Draw {
     return count > 0 ? count : 1;  // the best one survives whatever the numbers say
   }
 
-  int64_t filtered(double u, int64_t top_k, double top_p, double min_p) {
-    const double all = total();
+  // `all`: as for anywhere, or infinity where no share of it is wanted.
+  int64_t filtered(double u, double all, int64_t top_k, double top_p, double min_p) {
     // A nucleus inside a top-k is a share of the whole top-k's mass.
     const float least = fmaxf(top_k > 0 && top_p < 1 ? 0 : (float)min_p, kLeastWeight);
     const bool by_floor = top_k <= 0 && top_p >= 1;
-    float bound = by_floor ? least : fmaxf(kFirstBound, least);
+    float bound = by_floor ? least : fmaxf(top_k > 0 ? bound_of(top_k) : kFirstBound, least);
     int n = gather(bound);
     while (bound > least && !enough(n, all, top_k, top_p)) n = gather(bound = fmaxf(bound * kLowerBound, least));
     if (n == 0) return 0;
@@ -185,12 +210,17 @@ void draw_rows(const DrawCall& c) {
 #pragma omp for schedule(dynamic, 1)
     for (int r = 0; r < c.count; r++) {
       const float* row = c.logits + r * c.stride;
-      c.peaks[r] = peak_of_row(row, c.vocab, c.tokens[r]);
-      if (c.greedy[r] || !isfinite(c.peaks[r])) continue;
-      draw.weigh_row(row, c.peaks[r], (float)c.temperatures[r]);
-      const double u = uniform(c.seeds[r], c.positions[r]);
-      const bool filters = c.top_k[r] > 0 || c.top_p[r] < 1 || c.min_p[r] > 0;
-      c.tokens[r] = filters ? draw.filtered(u, c.top_k[r], c.top_p[r], c.min_p[r]) : draw.anywhere(u);
+      c.peaks[r] = peak_of_row(row, c.blocks.peaks + r * c.blocks.stride, c.vocab, c.tokens[r]);
+      const int64_t slot = c.slots[r], top_k = c.top_k[slot];
+      if (c.greedy[slot] || !isfinite(c.peaks[r])) continue;
+      const double u = uniform(c.seeds[slot], c.positions[r]), top_p = c.top_p[slot], min_p = c.min_p[slot];
+      draw.begin(c, r, c.peaks[r], (float)c.temperatures[slot]);
+      // The best k, and those above a floor, are found by the peaks alone.
+      const bool by_peaks = top_k > 0 || (top_p >= 1 && min_p > 0);
+      const double all =
+          by_peaks ? INFINITY : weigh_blocks(c.blocks, row, r, c.vocab, draw.peak, draw.scale, draw.masses);
+      const bool filters = by_peaks || top_p < 1;
+      c.tokens[r] = filters ? draw.filtered(u, all, top_k, top_p, min_p) : draw.anywhere(u, all);
     }
   }
 }

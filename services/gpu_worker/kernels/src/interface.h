@@ -68,12 +68,24 @@ struct LayerCall {
   int32_t window;
 };
 
+// What is known of each kBlockLogits logits of a row: the largest, NaN where any of them is, and in rows with a scale the
+// sum of 2^((logit - largest) * scale). These and a few of a row's blocks answer what is asked of the row; whoever changes
+// logits keeps them true.
+constexpr int kBlockLogits = 32;
+inline int blocks_of(int vocab) { return (vocab + kBlockLogits - 1) / kBlockLogits; }
+struct Blocks {
+  float *peaks, *sums;  // [rows][blocks_of(vocab)]; peaks null: not wanted
+  const float* scales;  // [rows], 0: no sums
+  int64_t stride;
+};
+
 // y = norm(x) W^T + bias, then the gate, then + residual. W is packed by pack_weight; x is of `dtype`, as W is unless
 // its form, `weights`, is int8.
 struct LinearCall {
   const void *x, *weight, *norm, *residual;  // norm: weights of an RMS norm, or null; residual in out's dtype, or null
   const float* bias;
   void* out;
+  Blocks blocks;  // of fp32 outputs without a gate
   int64_t x_stride, residual_stride, out_stride;  // elements per row
   float eps;
   int32_t rows, outputs, inputs;  // outputs counts the rows of W
@@ -107,22 +119,49 @@ struct GateCall {  // out = silu(x[:, :size]) * x[:, size:]
   int32_t rows, size, dtype, threads;
 };
 
-// Of logits [][vocab]: -inf where bit i of word w of words [count][ceil(vocab / 32)] is 0, for token 32 w + i.
+// What is known of logits [count][vocab].
+struct BlockCall {
+  const float* logits;
+  Blocks blocks;
+  int64_t stride;
+  int32_t count, vocab, threads;
+};
+
+// Penalties, biases and forbidden stop tokens of rows [count] of logits. What each slot wants are columns
+// over slots: tokens seen (and how often in the answer), tokens biased (and by what), and stop tokens, which must not be
+// drawn at positions before `stops_from`, unless the row `keeps_stops`.
+struct EditCall {
+  float* logits;
+  Blocks blocks;
+  const int64_t *slots, *positions;
+  const uint8_t* keeps_stops;  // or null
+  const int64_t *const *seen, *const *biased, *const *stops;
+  const float *const *counts, *const *biases;
+  const int64_t *num_seen, *num_biased, *num_stops, *stops_from;
+  const float *repetition, *frequency, *presence;
+  int64_t stride;
+  int32_t count, vocab, threads;
+};
+
+// Of logits [][vocab]: -inf where bit i of word w of words [count][ceil(vocab / 32)] is 0, for token 32 w + i. A word is
+// a block.
 struct MaskCall {
   float* logits;
+  Blocks blocks;
   const uint32_t* words;
   const int64_t* rows;  // [count], which rows of the logits
   int64_t stride, word_stride;
   int32_t count, vocab, threads;
 };
 
-// Of each row of logits [count][vocab]: the logarithm of its sum of e^logit, and its `top` largest logits [count][top]
-// with their tokens, the lower one first among equals.
-constexpr int kWeightBlock = 64;
+// Log-probabilities of each row of logits [count][vocab]: what to take off a logit (the logarithm of the sum of e^logit), that
+// of its target, and the `top` largest [count][top] with their tokens, the lower one first among equals.
 struct ScoreCall {
   const float* logits;
-  float *norms, *values;
-  int64_t* tokens;
+  Blocks blocks;
+  const int64_t* targets;
+  float *norms, *chosen, *values;
+  int32_t* tokens;
   int64_t stride;
   int32_t count, vocab, top, threads;
 };
@@ -133,16 +172,18 @@ struct ScoreCall {
 // position) picks among them. scratch: draw_floats() for each thread.
 struct DrawCall {
   const float* logits;
+  Blocks blocks;
   const uint8_t* greedy;
   const double *temperatures, *top_p, *min_p;
   const int64_t* top_k;
-  const uint64_t *seeds, *positions;
+  const uint64_t* seeds;
+  const int64_t *slots, *positions;  // of each row; parameters are those of its slot
   int64_t* tokens;
   float *peaks, *scratch;
   int64_t stride;
   int32_t count, vocab, threads;
 };
-inline int64_t draw_floats(int vocab) { return 7 * (int64_t)padded(vocab, kWeightBlock) + 4096; }
+inline int64_t draw_floats(int vocab) { return 5 * (int64_t)padded(vocab, kBlockLogits) + 64; }
 
 // One decoder layer's weights (products packed), and its part of the cache.
 struct DecoderLayer {
@@ -173,6 +214,8 @@ struct Kernels {
   void (*norm)(const NormCall&);
   void (*rope)(const RopeCall&);
   void (*gate)(const GateCall&);
+  void (*blocks)(const BlockCall&);
+  void (*edit)(const EditCall&);
   void (*mask)(const MaskCall&);
   void (*score)(const ScoreCall&);
   void (*draw)(const DrawCall&);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "beside.h"
+#include "blocks.h"
 #include "rows.h"
 
 namespace radixfleet {
@@ -188,10 +189,19 @@ void write_rows(const LinearCall& c, const float* values, int m, int rows, int p
   }
 }
 
+// Of rows that were just written: a pair of panels is a block.
+inline void note_blocks(const LinearCall& c, int m, int rows, int panel, int panels) {
+  static_assert(kBlockLogits == 2 * kPanel, "");
+  const int end = (panel + panels) / 2, last = end < blocks_of(c.outputs) ? end : blocks_of(c.outputs);
+  for (int r = m; r < m + rows; r++)
+    for (int b = panel / 2; b < last; b++) note_block(c.blocks, (const float*)c.out + r * c.out_stride, r, c.outputs, b);
+}
+
 template <class Out>
 void write_block(const LinearCall& c, const float* values, int m, int rows, int panel, int panels) {
   if (c.gated) write_rows<Out, true>(c, values, m, rows, panel, panels);
   else write_rows<Out, false>(c, values, m, rows, panel, panels);
+  if (c.blocks.peaks) note_blocks(c, m, rows, panel, panels);
 }
 
 inline Beside::Write writer(const LinearCall& c) { return c.out_dtype == kBfloat16 ? write_block<bf16> : write_block<float>; }

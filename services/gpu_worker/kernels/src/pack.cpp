@@ -109,6 +109,8 @@ RF_EXPORT int rf_linear(int isa, const LinearCall* call) { return kernels_of(isa
 RF_EXPORT void rf_norm(int isa, const NormCall* call) { kernels_of(isa).norm(*call); }
 RF_EXPORT void rf_rope(int isa, const RopeCall* call) { kernels_of(isa).rope(*call); }
 RF_EXPORT void rf_gate(int isa, const GateCall* call) { kernels_of(isa).gate(*call); }
+RF_EXPORT void rf_blocks(int isa, const BlockCall* call) { kernels_of(isa).blocks(*call); }
+RF_EXPORT void rf_edit(int isa, const EditCall* call) { kernels_of(isa).edit(*call); }
 RF_EXPORT void rf_mask(int isa, const MaskCall* call) { kernels_of(isa).mask(*call); }
 RF_EXPORT void rf_score(int isa, const ScoreCall* call) { kernels_of(isa).score(*call); }
 RF_EXPORT int64_t rf_draw_floats(int vocab) { return draw_floats(vocab); }

@@ -5,6 +5,7 @@
 #include "engine_vector.h"
 #include "linear_int8.h"
 #include "drawing.h"
+#include "edits.h"
 #include "sampling.h"
 #if defined(RF_AMX)
 #include "engine_amx.h"
@@ -60,4 +61,5 @@ void run_gate(const GateCall& c) { c.dtype == kBfloat16 ? gate_rows<bf16>(c) : g
   const radixfleet::Kernels radixfleet::name = {radixfleet::run_attention, radixfleet::run_linear, \
                                                 radixfleet::run_decoder, radixfleet::run_norm, \
                                                 radixfleet::run_rope, radixfleet::run_gate, \
+                                                radixfleet::find_blocks, radixfleet::edit_rows, \
                                                 radixfleet::mask_rows, radixfleet::score_rows, radixfleet::draw_rows};
