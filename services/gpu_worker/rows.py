@@ -9,6 +9,7 @@ from the moment it sends it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -103,40 +104,40 @@ def _running(decode: Ints, slots: Slots) -> Ints:
 
 
 def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
+    chunks = _chunks(rows, command.prefills, slots)
+    which = np.array([prefill.slot for prefill in command.prefills], dtype=np.int64)
+    lagging, ended = slots.lagging[which].tolist(), slots.ended[which].tolist()
+    has_room = (slots.remaining[which] > 0).tolist()
     seen = set(rows.output_of_slot)
     added: list[int] = []
     sampling: list[int] = []
     behind: list[int] = []
     outputs: list[int] = []
-    for index, prefill in enumerate(command.prefills):
-        slot = prefill.slot
-        slots.require_open(slot)
+    for index, (prefill, tokens) in enumerate(zip(command.prefills, chunks, strict=True)):
+        slot, drafts = prefill.slot, prefill.drafts
         if slot in seen:
             raise ProtocolError(f"slot {slot} has two rows")
         seen.add(slot)
         output = -1
         if prefill.sample:
             output = rows.output_of_slot[slot] = rows.num_outputs
-            rows.num_outputs += 1 + prefill.drafts
-        if prefill.drafts:
+            rows.num_outputs += 1 + drafts
+        if drafts:
             _require_plain(prefill, slots)
-        if slots.lagging[slot]:
+        if lagging[index]:
             continue  # a decode row before this one was skipped, so its place is not where the scheduler thinks
-        tokens = _tokens(rows, prefill, slots)
         row = rows.num_decode + len(added)
         added.append(slot)
         rows.chunks.append(tokens)
-        if slots.ended[slot] or slot in rows.errors:
+        if ended[index] or slot in rows.errors:
             continue
-        if prefill.sample and slots.remaining[slot] > 0:
-            if prefill.drafts:
-                guesses = tokens[-prefill.drafts :].tolist()
-                outs = slice(output, output + 1 + len(guesses))
-                rows.drafts.append(DraftRow(slot, rows.num_decode + len(sampling), guesses, outs))
-            samples = range(1 + prefill.drafts)
-            sampling += [row] * len(samples)
-            behind += reversed(samples)
-            outputs += [output + sample for sample in samples]
+        if prefill.sample and has_room[index]:
+            if drafts:
+                outs = slice(output, output + 1 + drafts)
+                rows.drafts.append(DraftRow(slot, rows.num_decode + len(sampling), tokens[-drafts:].tolist(), outs))
+            sampling += [row] * (1 + drafts)
+            behind += range(drafts, -1, -1)
+            outputs += range(output, output + 1 + drafts)
         if prefill.score_from >= 0:
             rows.spans.extend(_span(index, row, prefill, tokens, int(slots.computed[slot])))
     rows.slots = np.concatenate([rows.slots, np.array(added, dtype=np.int64)])
@@ -157,19 +158,29 @@ def _require_plain(prefill: PrefillRow, slots: Slots) -> None:
         raise ProtocolError(f"slot {slot} has guesses, and scores or penalties")
 
 
-def _tokens(rows: StepRows, prefill: PrefillRow, slots: Slots) -> Ints:
-    tokens = column(prefill.token_ids)
-    if not len(tokens):
-        raise ProtocolError(f"slot {prefill.slot} has an empty prefill row")
-    detail = slots.refused.get(prefill.slot, "")
-    vocab = slots.limits.vocab_size
-    # What a user may have sent ends that request; only what the scheduler made up ends the worker's incarnation.
-    if tokens.min() < 0 or max(tokens.max(), prefill.next_token) >= vocab:
-        detail = f"a token is outside the vocabulary of {vocab}"
-        tokens = np.where((tokens < 0) | (tokens >= vocab), 0, tokens)
-    if detail and not slots.ended[prefill.slot]:
-        rows.errors[prefill.slot] = detail
-    return tokens
+def _chunks(rows: StepRows, prefills: Sequence[PrefillRow], slots: Slots) -> list[Ints]:
+    """The tokens of each row. Those a user may have sent end that request where they are outside the vocabulary; only
+    what the scheduler made up ends the worker's incarnation."""
+    ends: list[int] = []
+    for prefill in prefills:
+        slots.require_open(prefill.slot)
+        size = len(prefill.token_ids)
+        if not size or size % 4:
+            raise ProtocolError(f"slot {prefill.slot} has a prefill row of {size} bytes")
+        ends.append((ends[-1] if ends else 0) + size // 4)
+    tokens, vocab = column(b"".join([prefill.token_ids for prefill in prefills])), slots.limits.vocab_size
+    strange = (tokens < 0) | (tokens >= vocab)
+    tokens[strange] = 0
+    some_strange, chunks, start = bool(strange.any()), [], 0
+    for prefill, end in zip(prefills, ends, strict=True):
+        chunks.append(tokens[start:end])
+        detail = slots.refused.get(prefill.slot, "")
+        if prefill.next_token >= vocab or (some_strange and strange[start:end].any()):
+            detail = f"a token is outside the vocabulary of {vocab}"
+        if detail and not slots.ended[prefill.slot]:
+            rows.errors[prefill.slot] = detail
+        start = end
+    return chunks
 
 
 def _span(index: int, row: int, prefill: PrefillRow, tokens: Ints, start: int) -> list[ScoredSpan]:

@@ -133,13 +133,13 @@ def drop_refuted(rows: StepRows, tokens: Ints, fit: NDArray[np.bool_], slots: Sl
     The others have no token and nothing is wrong with them; `slots.computed` no longer counts their guesses.
     """
     counts = np.ones(len(tokens), dtype=np.bool_)
+    drawn, is_fit = tokens.tolist(), fit.tolist()
     for draft in rows.drafts:
         slot, first, guesses = draft.slot, draft.first, draft.guesses
-        drawn = tokens[first : first + len(guesses) + 1].tolist()
         most, kept = min(len(guesses) + 1, int(slots.remaining[slot])), 1
-        position = int(slots.computed[slot]) - len(guesses)
-        while kept < most and fit[first + kept - 1] and drawn[kept - 1] == guesses[kept - 1]:
-            if drawn[kept - 1] in slots.stops[slot] and may_stop(slots, slot, position + kept - 1):
+        position, stops = int(slots.computed[slot]) - len(guesses), slots.stops[slot]
+        while kept < most and is_fit[first + kept - 1] and (token := drawn[first + kept - 1]) == guesses[kept - 1]:
+            if token in stops and may_stop(slots, slot, position + kept - 1):
                 break
             kept += 1
         refuted = slice(first + kept, first + len(guesses) + 1)

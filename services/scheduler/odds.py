@@ -32,9 +32,10 @@ class Record:
         self._tried += 1 - self._tried * FADE
         self._missed += (not hit) - self._missed * FADE
 
-    def chance(self, chance: float) -> float:
-        """Of a guess of this text that is right in `chance` of all texts."""
-        return 1 - (BELIEF * (1 - chance) + self._missed) / (BELIEF + self._tried)
+    def weights(self) -> tuple[float, float]:
+        """(belief, own): a guess that misses in `miss` of all texts misses in belief * miss + own of this one's."""
+        whole = BELIEF + self._tried
+        return BELIEF / whole, self._missed / whole
 
 
 class Odds:
@@ -65,10 +66,16 @@ class Odds:
         The last of n guesses only counts where all n are right. `price`: what one more row costs, in tokens that
         its time would bring otherwise; a guess that is less likely to count is not sent. `record`: of the text.
         """
-        chance, gain = 1.0, 0.0
+        belief, own = record.weights()
+        hits, trials = self._hits, self._trials
+        chance, gain, at = 1.0, 0.0, min(streak, LONGEST)
+        right = 1.0 - belief * (1.0 - hits[at] / trials[at]) - own
         for count in range(most):
-            chance *= record.chance(self.of(streak + count))
+            chance *= right
             if chance < price:
                 return count, gain
             gain += chance - price
+            if at < LONGEST:
+                at += 1
+                right = 1.0 - belief * (1.0 - hits[at] / trials[at]) - own
         return most, gain

@@ -128,24 +128,32 @@ def test_a_text_has_a_record_of_its_own() -> None:
     """Texts that miss more often than others are guessed less far, and those that miss less often farther."""
     odds = Odds(0.5)
     bad, good = Record(), Record()
-    assert bad.chance(0.7) == pytest.approx(0.7)
+
+    def chance(record: Record) -> float:
+        """Of a guess that is right in 0.7 of all texts."""
+        belief, own = record.weights()
+        return 1 - belief * 0.3 - own
+
+    assert chance(bad) == pytest.approx(0.7)
     for _ in range(30):
         bad.count(hit=False)
         good.count(hit=True)
-    assert bad.chance(0.7) < 0.25
-    assert good.chance(0.7) > 0.9
+    assert chance(bad) < 0.25
+    assert chance(good) > 0.9
     assert odds.worth(1, 9, 0.3, bad)[0] < odds.worth(1, 9, 0.3, Record())[0] < odds.worth(1, 9, 0.3, good)[0]
     for _ in range(30):
         bad.count(hit=True)
-    assert bad.chance(0.7) > 0.7
+    assert chance(bad) > 0.7
 
 
 @given(st.lists(st.booleans(), max_size=50), st.floats(0, 1))
-def test_a_record_turns_chances_into_chances(trials: list[bool], chance: float) -> None:
+def test_a_record_makes_chances_of_chances(trials: list[bool], chance: float) -> None:
     record = Record()
     for hit in trials:
         record.count(hit=hit)
-    assert 0 <= record.chance(chance) <= 1
+    belief, own = record.weights()
+    assert 0 <= belief * chance + own <= 1 + 1e-9
+    assert belief >= 0 <= own
 
 
 @pytest.mark.parametrize(("fixed", "each"), [(10.0, 0.5), (20.0, 0.0), (1.0, 3.0)])
