@@ -47,6 +47,11 @@ inline float peak_of(const float* x, int n) {
   return peak;
 }
 
+// A block of the same row some blocks behind x: rows come from a far cache.
+inline void fetch_ahead(const float* x) {
+  for (int i = 0; i < kBlockLogits; i += 16) __builtin_prefetch(x + 64 * kBlockLogits + i);
+}
+
 inline int block_size(int vocab, int block) {
   const int rest = vocab - block * kBlockLogits;
   return rest < kBlockLogits ? rest : kBlockLogits;
@@ -99,7 +104,6 @@ inline float peak_of_row(const float* row, const float* peaks, int vocab, int64_
   return peak;
 }
 
-constexpr int kFetched = 2048;  // logits ahead
 
 // 2^((x - peak) * scale) summed: over each block into `masses`, zeros behind them up to a multiple of 16; returns the sum
 // of all. Where the sums that are known are of another scale, all logits are read.
@@ -113,7 +117,7 @@ inline double weigh_blocks(const Blocks& blocks, const float* row, int64_t r, in
     alignas(64) float unused[kBlockLogits];
     for (int b = 0; b < n; b++) {
       const float* x = row + b * kBlockLogits;
-      for (int i = 0; i < kBlockLogits; i += 16) __builtin_prefetch(x + kFetched + i);  // rows come from a far cache
+      fetch_ahead(x);
       masses[b] = peaks[b] > -INFINITY ? weigh(x, block_size(vocab, b), peaks[b], scale, unused) : 0;
     }
   }

@@ -13,7 +13,9 @@ namespace {
 constexpr float kFirstBound = 1.0f / 64, kLowerBound = 1.0f / 64;  // of the largest weight, which is 1; each next one
 constexpr float kLeastWeight = 1.17549435e-38f;  // below it a weight has no probability worth the name
 constexpr float kSlack = 1e-3f;                  // of an exponent: more than rounding makes of a weight
+constexpr float kNextBound = 0.5f, kBelow = 3;   // tried in turn, without reading logits; weights of a block that miss it
 constexpr int kHalvings = 12;
+constexpr int kBuckets = (0x3f800000 >> 20) + 1;  // of weights up to 1, by exponent and three bits more
 constexpr int kFewCandidates = 96;               // sorted by insertion
 
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw, 2011) as rng.py has it: in [0, 1), with 53 random bits.
@@ -89,6 +91,7 @@ struct Draw {
     alignas(64) float weights[kBlockLogits];
     for (int b = 0; b < blocks; b++) {
       if (crest(b) < least) continue;
+      fetch_ahead(row + b * kBlockLogits);
       weigh_block(b, weights);
       n = gather_block(weights, b * kBlockLogits, bound, n);
     }
@@ -112,10 +115,9 @@ struct Draw {
     return n;
   }
 
-  // The first n values in descending order; positive floats are ordered as their bits.
+  // The first n keys in descending order; positive floats are ordered as their bits.
   const float* ranked(int n) {
     uint32_t *from = keys, *to = spare;
-    memcpy(from, values, n * sizeof(float));
     if (n <= kFewCandidates) {
       for (int i = 1; i < n; i++) {
         const uint32_t key = from[i];
@@ -156,19 +158,65 @@ struct Draw {
     return exp2f(low);
   }
 
-  // How many of the n best survive.
-  static int survivors(const float* best, int n, double all, int64_t top_k, double top_p, double min_p) {
-    const int most = top_k > 0 && top_k < n ? (int)top_k : n;
-    double base = all;
-    if (top_k > 0) {
-      base = 0;
-      for (int i = 0; i < most; i++) base += best[i];
+  // A bound above which there is probably so much mass, by the masses of the blocks: of each, a few weights are below.
+  float bound_of_mass(double mass) const {
+    float bound = kFirstBound;
+    for (; bound > kLeastWeight; bound *= kNextBound) {
+      Vec above = {};
+      for (int b = 0; b + kWidth <= blocks; b += kWidth) above += maximum(load(masses + b) - kBelow * bound, Vec{});
+      if (lane_sum(above) >= mass) break;
     }
-    const double mass = top_p * base;
-    double running = 0;
+    return bound;
+  }
+
+  static int equals_of(const float* best, int count) {
+    int equal = 0;
+    while (equal < count && best[count - 1 - equal] == best[count - 1]) equal++;
+    return equal;
+  }
+
+  // Of the first n values the best k, and of these a share of their mass, above a floor.
+  int cut_by_rank(int n, int64_t top_k, double top_p, double min_p, float& last) {
+    memcpy(keys, values, n * sizeof(float));
+    const float* best = ranked(n);
+    const int most = top_k < n ? (int)top_k : n;
+    double base = 0, running = 0;
+    for (int i = 0; i < most; i++) base += best[i];
+    const double mass = top_p < 1 ? top_p * base : INFINITY;
     int count = 0;
     while (count < most && running < mass && best[count] >= min_p) running += best[count++];
-    return count > 0 ? count : 1;  // the best one survives whatever the numbers say
+    if (count == 0) count = 1;  // the best one survives whatever the numbers say
+    last = best[count - 1];
+    return equals_of(best, count);
+  }
+
+  // Of the first n values the best that make up `mass`. Only those near the cut are sorted: the values of the bucket, by the
+  // first bits, in which it falls.
+  int cut_by_mass(int n, double mass, float& last) {
+    uint32_t held[kBuckets] = {};
+    double masses[kBuckets] = {};
+    for (int i = 0; i < n; i++) held[bucket_of(i)]++, masses[bucket_of(i)] += values[i];
+    int at = -1;  // the bucket of the cut, or the last one with values
+    double running = 0, above = 0;
+    for (int b = kBuckets - 1; b >= 0; b--) {
+      if (!held[b]) continue;
+      at = b, above = running;
+      if ((running += masses[b]) >= mass) break;
+    }
+    int m = 0;
+    for (int i = 0; i < n; i++)
+      if (bucket_of(i) == at) memcpy(keys + m++, values + i, sizeof(float));
+    const float* best = ranked(m);
+    int count = 0;
+    while (count < m && above < mass) above += best[count++];
+    if (count == 0) count = 1;
+    last = best[count - 1];
+    return equals_of(best, count);
+  }
+  int bucket_of(int i) const {
+    uint32_t bits;
+    memcpy(&bits, values + i, sizeof bits);
+    return (int)(bits >> 20);
   }
 
   // `all`: as for anywhere, or infinity where no share of it is wanted.
@@ -176,15 +224,12 @@ struct Draw {
     // A nucleus inside a top-k is a share of the whole top-k's mass.
     const float least = fmaxf(top_k > 0 && top_p < 1 ? 0 : (float)min_p, kLeastWeight);
     const bool by_floor = top_k <= 0 && top_p >= 1;
-    float bound = by_floor ? least : fmaxf(top_k > 0 ? bound_of(top_k) : kFirstBound, least);
+    float bound = by_floor ? least : fmaxf(top_k > 0 ? bound_of(top_k) : bound_of_mass(top_p * all), least);
     int n = gather(bound);
     while (bound > least && !enough(n, all, top_k, top_p)) n = gather(bound = fmaxf(bound * kLowerBound, least));
     if (n == 0) return 0;
-    const float* best = ranked(n);
-    const int count = survivors(best, n, all, top_k, top_p, min_p);
-    const float last = best[count - 1];
-    int equal = 0;  // of the last weight, the first so many tokens
-    while (equal < count && best[count - 1 - equal] == last) equal++;
+    float last;  // the least that survives; of its equals, the first so many tokens
+    int equal = top_k > 0 ? cut_by_rank(n, top_k, top_p, min_p, last) : cut_by_mass(n, top_p * all, last);
     int kept = 0;
     for (int i = 0; i < n; i++) {
       if (values[i] < last || (values[i] == last && equal-- <= 0)) continue;

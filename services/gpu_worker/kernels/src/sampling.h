@@ -26,6 +26,7 @@ void mask_rows(const MaskCall& c) {
     const uint32_t* allowed = c.words + i * c.word_stride;
     for (int w = 0; w < blocks_of(c.vocab); w++) {
       if (allowed[w] == ~0u) continue;
+      fetch_ahead(row + w * 32);
       forbid(row + w * 32, allowed[w], block_size(c.vocab, w));
       if (allowed[w]) note_block(c.blocks, row, r, c.vocab, w);
       else c.blocks.peaks[r * c.blocks.stride + w] = -INFINITY, c.blocks.sums[r * c.blocks.stride + w] = 0;
