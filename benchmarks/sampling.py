@@ -27,17 +27,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.quantization import PAGE, WINDOW, build
 from radixfleet.models import resolve
 from services.gpu_worker.engine import Engine
 from services.gpu_worker.kernels import logits as passes
-from services.gpu_worker.model_runner import ModelRunner, load_model
 from services.gpu_worker.slots import SlotLimits
 from shared.ints import pack
 from shared.messages.request import SamplingParams
 from shared.messages.step import PrefillRow, SlotOpen, StepCommand
 
 ROOT = Path(__file__).resolve().parents[1]
-PROMPT, PAGE, SAMPLES = 128, 16, 1 << 16
+PROMPT, SAMPLES = 128, 1 << 16
 WAYS = {
     "greedy": SamplingParams(temperature=0),
     "temperature 0.8": SamplingParams(temperature=0.8),
@@ -68,25 +68,16 @@ class Bench:
     def __init__(self, folder: Path, rows: int, steps: int) -> None:
         self.rows, self.steps = rows, steps
         self.pages_each = -(-(PROMPT + steps + 1) // PAGE)
-        loaded = load_model(
-            str(folder),
-            device=torch.device("cpu"),
-            dtype=torch.bfloat16,
-            load_format="auto",
-            model_impl="auto",
-            attention_backend="auto",
-            context_length=0,
-            deterministic=False,
-        )
-        self.vocab = loaded.config.vocab_size
-        self.limits = SlotLimits(rows, 3 * rows * self.pages_each, PAGE, loaded.config.max_context, self.vocab)
-        self.runner: ModelRunner = loaded.build_runner(self.limits.num_pages, PAGE, 512)
+        self.runner = build(folder, "none", 3 * rows * self.pages_each).runner
+        config = self.runner.config
+        self.vocab = config.vocab_size
+        self.limits = SlotLimits(rows, 3 * rows * self.pages_each, PAGE, config.max_context, self.vocab)
         text = (ROOT / "DESIGN.md").read_text() + (ROOT / "docs" / "performance.md").read_text()
         self.tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
 
     def engine(self, params: SamplingParams, place: int) -> Engine:
         """With all rows prefilled; `place`: of its pages."""
-        engine = Engine(self.runner, self.limits, 512, torch.device("cpu"))
+        engine = Engine(self.runner, self.limits, WINDOW, torch.device("cpu"))
         for slot in range(self.rows):
             start = slot * 100 % (len(self.tokens) - PROMPT)
             prompt = pack(self.tokens[start : start + PROMPT])

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from services.gpu_worker.kernels import logits as passes
 from services.gpu_worker.kernels.logits import Blocks, RowScores
+from services.gpu_worker.sampling_columns import LOG2E
 from services.gpu_worker.selection import descending, gather_candidates, top_threshold
 from shared.messages.stream import Scores
 
@@ -89,7 +90,9 @@ def _score_part(logits: torch.Tensor, targets: Ints, spec: ScoreSpec) -> Scores:
 def _score_rows(logits: torch.Tensor, targets: Ints, top: int, blocks: Blocks | None = None) -> RowScores:
     kernels = passes.kernels_for(logits.device)
     if kernels is not None and top <= passes.MOST_TOP and logits.stride(1) == 1:
-        return passes.score_rows(logits, Blocks.of(kernels, logits) if blocks is None else blocks, targets, max(top, 0))
+        if blocks is None:
+            blocks = Blocks.of(kernels, logits, torch.full((len(logits),), LOG2E))
+        return passes.score_rows(logits, blocks, targets, max(top, 0))
     norms = torch.logsumexp(logits, dim=1).cpu().numpy()
     where = torch.from_numpy(targets).to(logits.device).unsqueeze(1)
     chosen: Floats32 = logits.gather(1, where).squeeze(1).cpu().numpy()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.gpu_worker.edit_columns import EditColumns
 from services.gpu_worker.kernels import library, logits
 from services.gpu_worker.logit_edits import RowEdit, SlotEdits, apply_edits
-from services.gpu_worker.sampling_columns import SamplingColumns
+from services.gpu_worker.sampling_columns import LOG2E, SamplingColumns
 from shared import ints
 from shared.messages.request import SamplingParams
 
@@ -64,7 +64,7 @@ def holds(blocks: logits.Blocks, x: torch.Tensor) -> None:
                 assert blocks.sums[row, block] == 0
 
 
-SCALES = torch.tensor([0.0, 1.5, 0.7, logits.LOG2E, 1e5])
+SCALES = torch.tensor([0.0, 1.5, 0.7, LOG2E, 1e5])
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 31, 32, 33, 40, 64, 100, 1024])
@@ -143,6 +143,25 @@ def greedy(kernels: library.Library, x: torch.Tensor) -> tuple[list[int], np.nda
     return tokens.tolist(), highest
 
 
+@pytest.mark.parametrize("vocab", [1, 40, 1000])
+def test_sums_that_are_known_choose_the_same_tokens(kernels: library.Library, vocab: int) -> None:
+    """As those that the draw finds for itself, in every way of drawing; also where masks and edits came between."""
+    ways = [{}, {"top_p": 0.9}, {"top_p": 0.5, "min_p": 0.01}, {"top_k": 5}, {"min_p": 0.1}, {"logprobs": 1}]
+    columns, n = SamplingColumns(len(ways), vocab), 30 * len(ways)
+    for slot, way in enumerate(ways):
+        columns.set(slot, SamplingParams(temperature=0.7, seed=3, **way))
+    x = torch.randn(n, vocab) * 2
+    slots = np.arange(n) % len(ways)
+    rows = columns.rows(slots, np.arange(n))
+    known = logits.Blocks.of(kernels, x, torch.from_numpy(columns.scale[slots]))
+    words = np.full((n, logits.blocks_of(vocab)), 0xF0F0F0FF, dtype=np.uint32)
+    logits.mask_rows(x, known, np.arange(n), words)
+    scratch = torch.zeros(logits.draw_scratch(kernels, vocab, logits.threads_for(n)))
+    expected, _ = logits.draw_rows(x, logits.Blocks.of(kernels, x), rows, scratch)
+    assert logits.draw_rows(x, known, rows, scratch)[0].tolist() == expected.tolist()
+    assert len(set(expected.tolist())) > vocab // 40
+
+
 @pytest.mark.parametrize("vocab", [1, 15, 32, 65, 500, 2048, 5000])
 def test_peaks(kernels: library.Library, vocab: int) -> None:
     x = torch.randn(5, vocab + 2)[:, :vocab]
@@ -173,7 +192,7 @@ def test_scores(kernels: library.Library, vocab: int, top: int) -> None:
     x[1] = x[1].round()  # equals
     x[2, ::3] = float("-inf")
     x[2, vocab // 2] = 1.5
-    scales = torch.tensor([0.0, logits.LOG2E, logits.LOG2E, 1.0])  # of the sums that are there, and of others
+    scales = torch.tensor([0.0, LOG2E, LOG2E, 1.0])  # of the sums that are there, and of others
     targets = np.array([0, vocab // 2, vocab - 1, vocab // 3])
     scores = logits.score_rows(x, logits.Blocks.of(kernels, x, scales), targets, top)
     assert np.array_equal(scores.chosen, x.numpy()[np.arange(4), targets] - scores.norms)

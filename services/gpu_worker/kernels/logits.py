@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from services.gpu_worker.edit_columns import EditColumns
 from services.gpu_worker.kernels import NativeUnavailable, library
 from services.gpu_worker.kernels.library import BlockCall, BlockTable, DrawCall, EditCall, Library, MaskCall, ScoreCall
-from services.gpu_worker.sampling_columns import LOG2E as LOG2E
 from services.gpu_worker.sampling_columns import SampleRows
 
 Ints = NDArray[np.int64]
@@ -79,7 +78,7 @@ class Blocks:
 
     def table(self, logits: torch.Tensor) -> BlockTable:
         """For a kernel. Raises ValueError unless this can be about `logits`."""
-        check(logits)
+        _check(logits)
         shape = (logits.shape[0], blocks_of(logits.shape[1]))
         if self.peaks.shape != shape or self.peaks.stride(1) != 1 or self.scales.shape != shape[:1]:
             raise ValueError(f"blocks {tuple(self.peaks.shape)} do not fit logits {tuple(logits.shape)}")
@@ -227,7 +226,7 @@ def threads_for(rows: int) -> int:
     return torch.get_num_threads() if rows > 1 else 1
 
 
-def check(logits: torch.Tensor) -> None:
+def _check(logits: torch.Tensor) -> None:
     """Raises ValueError for logits that no kernel reads."""
     if logits.device.type != "cpu" or logits.dtype != torch.float32 or logits.stride(1) != 1:
         raise ValueError(f"no kernel for logits of {logits.dtype} on {logits.device.type}")

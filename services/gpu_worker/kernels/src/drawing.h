@@ -1,7 +1,8 @@
 // Drawing tokens: the survivors of top-k, top-p and min-p, and the one that a uniform picks. What is known of a row's blocks
 // tells which of them to read. Leaves parameters to the sampler.
 //
-// Nothing is sorted but the few weights above a bound that surely holds all survivors; the bound is lowered until it does.
+// Weights above a bound are gathered, which is lowered until it holds all survivors; of those only the ones near the cut are
+// sorted.
 #pragma once
 
 #include "attention_team.h"
