@@ -16,14 +16,15 @@ HUGE_PAGE = 2 << 20
 REGION = 64 << 20
 
 
-def zeros(size: int) -> torch.Tensor:
-    """`size` bytes at a multiple of HUGE_PAGE; the system provides them where they are first touched."""
+def zeros(size: int, touched: int = 0) -> torch.Tensor:
+    """uint8 [size] at a multiple of HUGE_PAGE; the system provides it where it is first touched: now of the first bytes."""
     memory = mmap.mmap(-1, max(1, size) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
+    whole[start : start + min(size, touched)].zero_()
     return whole[start : start + size]
 
 

@@ -17,6 +17,8 @@ from services.gpu_worker import huge_memory
 KV_LAYOUT = "HND"
 FP8 = torch.float8_e4m3fn
 FP8_LIMIT = float(torch.finfo(FP8).max)
+TOUCHED_BYTES = 256 << 20
+"""Of the pages given out first, over all layers: on CPUs the system clears them at the start, not within a step."""
 
 Scales = Sequence[tuple[float, float]]
 """Of K and V, per layer."""
@@ -42,7 +44,8 @@ class KVCache:
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_pages, 2, kv_heads, page_size, head_dim)
-        self.layers = [_zeros(shape, dtype, device) for _ in range(num_layers)]
+        touched = TOUCHED_BYTES // max(1, num_layers)
+        self.layers = [_zeros(shape, dtype, device, touched) for _ in range(num_layers)]
         self.scales = torch.tensor(scales or [(1.0, 1.0)] * num_layers) if dtype == FP8 else None
         self.page_copier: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # a backend's faster copy_pages
 
@@ -82,8 +85,8 @@ def to_fp8(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     return (values.float() / scale).clamp(-FP8_LIMIT, FP8_LIMIT).to(FP8)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, touched: int) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros would write, and so occupy, gigabytes that most runs never use; fresh pages of the system are zero.
-    return huge_memory.zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    return huge_memory.zeros(math.prod(shape) * dtype.itemsize, touched).view(dtype).view(shape)

@@ -84,11 +84,14 @@ def test_page_copies_read_before_they_write(dtype: torch.dtype) -> None:
     layers = [torch.randn(6, 2, 3, 5, 7).to(dtype) for _ in range(3)]
     before = [layer.clone() for layer in layers]
     copier = PageCopier(LIBRARY, layers)
-    sources, targets = torch.tensor([0, 1, 2, 2]), torch.tensor([1, 2, 0, 5])  # a cycle and a fork
-    copier(sources, targets)
-    for layer, old in zip(layers, before, strict=True):
-        assert torch.equal(layer[targets], old[sources])
-        assert torch.equal(layer[3:5], old[3:5])
+    pairs = [([0, 1, 2, 2], [1, 2, 0, 5]), ([3, 3, 4], [0, 5, 2]), ([4], [4])]  # a cycle and a fork; apart; itself
+    for sources, targets in pairs:
+        copier(torch.tensor(sources), torch.tensor(targets))
+        for layer, old in zip(layers, before, strict=True):
+            assert torch.equal(layer[targets], old[sources])
+            rest = [page for page in range(6) if page not in targets]
+            assert torch.equal(layer[rest], old[rest])
+            old.copy_(layer)
     copier(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
     with pytest.raises(ValueError, match="not in the cache"):
         copier(torch.tensor([0]), torch.tensor([6]))

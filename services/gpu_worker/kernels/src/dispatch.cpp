@@ -11,6 +11,9 @@
 #include <omp.h>
 #endif
 
+#include <algorithm>
+#include <vector>
+
 #include "interface.h"
 
 namespace radixfleet {
@@ -97,17 +100,30 @@ RF_EXPORT uint64_t rf_read_memory(const uint64_t* memory, int64_t words, int thr
   return sum;
 }
 
+namespace {
+
+bool any_is_target(const int64_t* sources, const int64_t* targets, int count) {
+  std::vector<int64_t> sorted(targets, targets + count);
+  std::sort(sorted.begin(), sorted.end());
+  return std::any_of(sources, sources + count, [&](int64_t id) { return std::binary_search(sorted.begin(), sorted.end(), id); });
+}
+
+}  // namespace
+
 // Copies pages of `page_bytes` bytes within every layer; all sources are read before any target is written.
 RF_EXPORT int rf_copy_pages(void* const* layers, int num_layers, const int64_t* sources, const int64_t* targets, int count,
                             int64_t page_bytes, int threads) {
-  char* held = (char*)malloc((size_t)num_layers * count * page_bytes);
-  if (!held && num_layers * count > 0) return -1;
+  // By way of other memory only where a page is both: fresh memory costs more than the copy.
+  const bool is_held = any_is_target(sources, targets, count);
+  char* held = is_held ? (char*)malloc((size_t)num_layers * count * page_bytes) : nullptr;
+  if (is_held && !held) return -1;
   (void)threads;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int l = 0; l < num_layers; l++) {
     char *layer = (char*)layers[l], *copy = held + (size_t)l * count * page_bytes;
-    for (int i = 0; i < count; i++) memcpy(copy + i * page_bytes, layer + sources[i] * page_bytes, page_bytes);
-    for (int i = 0; i < count; i++) memcpy(layer + targets[i] * page_bytes, copy + i * page_bytes, page_bytes);
+    for (int i = 0; is_held && i < count; i++) memcpy(copy + i * page_bytes, layer + sources[i] * page_bytes, page_bytes);
+    for (int i = 0; i < count; i++)
+      memcpy(layer + targets[i] * page_bytes, is_held ? copy + i * page_bytes : layer + sources[i] * page_bytes, page_bytes);
   }
   free(held);
   return 0;

@@ -27,21 +27,24 @@ inline void prefetch_to_write(void* p) {
 // c[r][panel * 16 + lane] of R rows and P panels: one panel, a pair or two pairs that lie pair_words apart.
 template <class Form, int R, int P>
 inline void panel_product(const typename Form::Left* x, int64_t x_stride, const typename Form::Right* w, int64_t pair_words,
-                          int steps, float* c, int64_t c_stride) {
+                          int steps, bool first, float* c, int64_t c_stride) {
   typename Form::Sum acc[R][P][kVectors];
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++)
       for (int j = 0; j < kVectors; j++) acc[r][p][j] = Form::start(x + r * x_stride + steps * Form::kLefts);
-  for (int step = 0; step < steps; step++, w += 2 * kTileWords, x += Form::kLefts)
+  for (int step = 0; step < steps; step++, w += 2 * kTileWords, x += Form::kLefts) {
+    if (first)  // whoever comes after finds them in a cache
+      for (int p = 0; p < P; p++)
+        for (int k = 0; k < 16; k++) prefetch(w + p / 2 * pair_words + (p % 2 + 6) * kTileWords + k * kPanel);
     for (int k = 0; k < 16; k++)
       for (int p = 0; p < P; p++) {
         const typename Form::Right* at = w + p / 2 * pair_words + p % 2 * kTileWords + k * kPanel;
-        prefetch(at + 6 * kTileWords);
         for (int j = 0; j < kVectors; j++) {
           const auto lanes = Form::lanes(at + j * kWidth);
           for (int r = 0; r < R; r++) acc[r][p][j] = Form::step(acc[r][p][j], lanes, x + r * x_stride + k);
         }
       }
+  }
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++)
       for (int j = 0; j < kVectors; j++) store(c + r * c_stride + p * kPanel + j * kWidth, Form::total(acc[r][p][j]));
@@ -51,7 +54,7 @@ inline void panel_product(const typename Form::Left* x, int64_t x_stride, const 
 // of sum. These two sum in fp32 and need no tail.
 struct PlainSum {
   using Sum = Vec;
-  static constexpr int kLefts = 16, kTail = 0, kRows = kWidth == 16 ? 4 : kWidth == 8 ? 2 : 1;
+  static constexpr int kLefts = 16, kTail = 0, kSums = 1;
   template <class Left>
   static Vec start(const Left*) { return Vec{}; }
   static Vec total(Vec sum) { return sum; }
@@ -109,13 +112,21 @@ struct PairForm : PlainSum {  // without the instruction: two inputs in fp32
 };
 #endif
 
-// Vector products: prepared rows lie one after the other.
+// Vector products: prepared rows lie one after the other. As many sums stay in registers as there are: of many rows and
+// few panels, where each word of weights serves most, or, of the rows that are left, with more panels the fewer they are.
 template <class F>
 struct VectorLinear {
   using Storage = typename F::Storage;
   using Left = typename F::Left;
   using Right = typename F::Right;
-  static constexpr int kPanels = kWidth == 16 ? 4 : kWidth == 8 ? 2 : 1;  // at a time
+#if defined(__aarch64__)
+  static constexpr int kMostRows = 4;
+#else
+  static constexpr int kMostRows = kWidth == 16 ? 8 / F::kSums : kWidth == 8 ? 4 : 2;
+#endif
+  static constexpr int panels_for(int rows) {
+    return kWidth == 16 ? (rows * F::kSums <= 4 ? 4 : 2) : kWidth == 8 && rows <= 2 ? 2 : 1;
+  }
   static constexpr int kValueRows = 32;
   static constexpr bool kAhead = false;  // its loops fetch for themselves
   static void begin() {}
@@ -127,25 +138,45 @@ struct VectorLinear {
     F::pack(row, c.inputs, (Left*)prepared + m * row_size(c));
   }
 
-  template <int P>
-  static void all_rows(const Left* x, int64_t size, const Right* w, int steps, int rows, float* c, int64_t stride) {
-    const int64_t pair = (int64_t)steps * 2 * kTileWords;
-    int m = 0;
-    for (; m + F::kRows <= rows; m += F::kRows)
-      panel_product<F, F::kRows, P>(x + m * size, size, w, pair, steps, c + m * stride, stride);
-    for (; m < rows; m++) panel_product<F, 1, P>(x + m * size, size, w, pair, steps, c + m * stride, stride);
-  }
+  // Some rows of a block of so many panels.
+  struct Part {
+    const Left* x;
+    int64_t size;
+    const Right* w;
+    int steps, panels;
+    float* c;
+    bool first;  // to read the weights
+    template <int R, int P>
+    void panels_from(int p, int m) const {
+      const int64_t pair = (int64_t)steps * 2 * kTileWords;
+      panel_product<F, R, P>(x + m * size, size, w + p / 2 * pair + p % 2 * kTileWords, pair, steps, first && m == 0,
+                             c + m * panels * kPanel + p * kPanel, panels * kPanel);
+    }
+    // Rows m .. end - 1, R at a time; returns the first row left.
+    template <int R>
+    int run(int m, int end) const {
+      constexpr int P = panels_for(R);
+      const int last = m + (end - m) / R * R;
+      int p = 0;
+      for (; p + P <= panels; p += P)
+        for (int i = m; i < last; i += R) panels_from<R, P>(p, i);
+      if (P == 4 && p < panels)  // a pair
+        for (int i = m; i < last; i += R) panels_from<R, 2>(p, i);
+      return last;
+    }
+    // The last rows, at most R.
+    template <int R>
+    void rest(int m, int end) const {
+      if (end - m == R) run<R>(m, end);
+      else if constexpr (R > 1) rest<R - 1>(m, end);
+    }
+  };
   // c[rows][panels * 16] of `rows` (at most 32) rows from row m and an even number of panels.
   static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* weight, int panels, float* c,
                     Beside&) {
-    const int n = steps(call);
-    const int64_t size = row_size(call), pair = (int64_t)n * 2 * kTileWords, stride = panels * kPanel;
-    const Left* x = (const Left*)prepared + m * size;
-    const Right* w = (const Right*)weight;
-    int p = 0;
-    for (; p + kPanels <= panels; p += kPanels)
-      all_rows<kPanels>(x, size, w + p / 2 * pair + p % 2 * kTileWords, n, rows, c + p * kPanel, stride);
-    for (; p < panels; p++) all_rows<1>(x, size, w + p / 2 * pair + p % 2 * kTileWords, n, rows, c + p * kPanel, stride);
+    const int64_t size = row_size(call);
+    const Part part{(const Left*)prepared + m * size, size, (const Right*)weight, steps(call), panels, c, m == 0};
+    part.template rest<kMostRows>(part.template run<kMostRows>(0, rows), rows);
   }
   // Scales where the form has any.
   static void finish(const LinearCall& call, const char* prepared, int m, int rows, int panel, int panels, float* c) {

@@ -97,7 +97,7 @@ struct Int8Form {
   struct Sum {
     __m512i high, low;
   };
-  static constexpr int kLefts = 32, kTail = 16, kRows = 2;
+  static constexpr int kLefts = 32, kTail = 16, kSums = 2;
   static constexpr Dtype kWeights = kInt8;
   static Sum start(const Left* tail) { return {_mm512_set1_epi32((int)tail[1]), _mm512_set1_epi32((int)tail[2])}; }
   static Uint lanes(const uint32_t* w) { return load_as<Uint>(w) ^ 0x80808080u; }
