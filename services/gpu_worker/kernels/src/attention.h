@@ -84,13 +84,19 @@ struct Attention {
       transpose16((const uint32_t*)staging + w, key_words, (uint32_t*)dst + w * kLanes, kLanes);
   }
 
-  static bool narrow(const Item& item) { return Engine::kNarrow && item.lanes <= kLanes; }
+  // Whether the item's results lie straight.
+  bool narrow(int lanes) const { return Engine::is_narrow(lanes, head_dim); }
+  bool narrow(const Item& item) const { return narrow(item.lanes); }
 
   // Whether the engine has a form of its own for so few lanes.
   static constexpr bool kHasFew = !std::is_void<typename Engine::Few>::value;
   static constexpr bool kHasTwo = !std::is_void<typename Engine::Two>::value;
   bool few(const Item& item) const {
     if constexpr (kHasFew) return Engine::Few::takes(item.lanes, head_dim);
+    return false;
+  }
+  bool takes_rows(const Item& item) const {  // of V, as they are
+    if constexpr (kHasFew) return Engine::Few::kTakesRows && few(item);
     return false;
   }
 
@@ -116,7 +122,7 @@ struct Attention {
     for (int i = count; i < rounded; i++) value_rows[i] = nullptr;
     if (!direct)
       for (int i = 0; i < rounded; i += 16) key_tiles[i / 16] = keys + i * key_words;
-    Engine::values(value_rows, rounded, head_dim, narrow(item), values, ahead);
+    if (!takes_rows(item)) Engine::values(value_rows, rounded, head_dim, narrow(item), values, ahead);
     __atomic_fetch_add(&batch.kv_bytes, (uint64_t)count * head_dim * 2 * sizeof(T), __ATOMIC_RELAXED);
   }
 
@@ -139,7 +145,7 @@ struct Attention {
 
   // As attend, over S[key][4 lanes]; P gets the place behind it.
   template <class Few = typename Engine::Few>
-  void attend_few(float* s, int first_key, int count, const Visible& visible, float* result) {
+  void attend_few(const Item& item, float* s, int first_key, int count, const Visible& visible, float* result) {
     float factor = call.scale * 1.4426950408889634f, *maxima = result + width * kLanes;
     if (call.soft_cap > 0) {
       cap_scores(s, count * Few::kLanesFew, call.scale, call.soft_cap);
@@ -148,14 +154,14 @@ struct Attention {
     Few::mask_scores(s, count, first_key, visible);
     Word* p = (Word*)s + kBlock * Few::kLanesFew;
     Few::softmax(s, count, factor, maxima, maxima + kLanes, p, ahead);
-    Few::weighted(p, values, padded(count, 32), head_dim, result, ahead);
+    Few::weighted(p, value_rows, values, count, head_dim, item.lanes, result, ahead);
   }
 
   // Scores become weights, and these a sum of V; the result goes to `result` in the form of a state.
   void attend(const Item& item, float* s, int first_key, int count, int live, const Visible& visible, float* result) {
     float factor = call.scale * 1.4426950408889634f;
     if constexpr (kHasFew) {
-      if (few(item)) return attend_few(s, first_key, count, visible, result);
+      if (few(item)) return attend_few(item, s, first_key, count, visible, result);
     }
     if (call.soft_cap > 0) {
       cap_scores(s, count * kLanes, call.scale, call.soft_cap);
@@ -218,7 +224,7 @@ struct Attention {
   // Whether the item has few lanes: then these are their scores.
   bool scores_of_few(const Item& item, const Word* q, int count) {
     if constexpr (kHasFew) {
-      if (few(item)) Engine::Few::scores(q, key_tiles, count, head_dim, scores, ahead);
+      if (few(item)) Engine::Few::scores(q, key_tiles, count, head_dim, item.lanes, scores, ahead);
     }
     return few(item);
   }
@@ -288,7 +294,7 @@ struct Attention {
         const int lane = item.first_lane + t * kLanes + i, g = lane % group;
         float* to = partial_at(row_split(item, lane).initial);
         const float* row = rows + i * width;
-        if (Engine::kNarrow) memcpy(to + g * width, row, width * 4);
+        if (narrow(group)) memcpy(to + g * width, row, width * 4);
         else for (int d = 0; d < width; d++) to[d * kLanes + g] = row[d];
         to[width * kLanes + g] = state[width * kLanes + i];
         to[(width + 1) * kLanes + g] = state[(width + 1) * kLanes + i];

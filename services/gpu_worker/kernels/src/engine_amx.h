@@ -19,8 +19,8 @@ namespace radixfleet {
 namespace {
 
 struct AmxEngine : PairEngine {
-  static constexpr bool kNarrow = true;
-  using Few = FewLanes;
+  using Few = FewTiles;
+  static bool is_narrow(int lanes, int) { return lanes <= kLanes; }
   using Two = TwoTiles;
   static constexpr int kKeyStep = 32;
   static void begin() { full_tiles(); }

@@ -7,6 +7,9 @@
 
 #include "ahead.h"
 #include "simd.h"
+#if defined(__AVX512BF16__)
+#include "few_lanes_vector.h"
+#endif
 
 namespace radixfleet {
 namespace {
@@ -33,13 +36,13 @@ inline void block_product(const A* a, int64_t si, int64_t sk, const A* b, int de
     for (int j = 0; j < N; j++) store(c + i * kLanes + j * kWidth, acc[i][j]);
 }
 
-// The same for any number of rows that is a multiple of 8; `vectors` of the lanes are alive.
+// The same for any number of rows that is a multiple of 16; `vectors` of the lanes are alive.
 template <class B, class A>
 inline void product(const A* a, int64_t si, int64_t sk, const A* b, int depth, float* c, int rows, int vectors) {
-  for (int i = 0; i < rows; i += 8, a += 8 * si, c += 8 * kLanes) {
-    if (vectors == 1) {
-      block_product<8, 1, B>(a, si, sk, b, depth, c);
-    } else if (vectors == 2) {
+  constexpr int most = kWidth == 16 ? 16 : 8;  // sums that registers hold
+  for (int i = 0; i < rows && vectors == 1; i += most) block_product<most, 1, B>(a + i * si, si, sk, b, depth, c + i * kLanes);
+  for (int i = 0; i < rows && vectors > 1; i += 8, a += 8 * si, c += 8 * kLanes) {
+    if (vectors == 2) {
       for (int r = 0; r < 8; r += 4) block_product<4, kVectors >= 2 ? 2 : 1, B>(a + r * si, si, sk, b, depth, c + r * kLanes);
     } else {
       for (int r = 0; r < 8; r += 2) block_product<2, kVectors, B>(a + r * si, si, sk, b, depth, c + r * kLanes);
@@ -53,7 +56,7 @@ struct VectorEngine {
   using Storage = T;
   using Word = float;  // what queries, K and V are held in
   static constexpr bool kPairs = false;
-  static constexpr bool kNarrow = false;
+  static bool is_narrow(int, int) { return false; }
   using Few = void;
   using Two = void;
   static constexpr bool kDirectKeys = false;
@@ -98,8 +101,8 @@ struct PairEngine {
   using Storage = bf16;
   using Word = uint32_t;
   static constexpr bool kPairs = true;
-  static constexpr bool kNarrow = false;
-  using Few = void;
+  using Few = FewVectors;
+  static bool is_narrow(int lanes, int head_dim) { return Few::takes(lanes, head_dim); }
   using Two = void;
   static constexpr bool kDirectKeys = true;
   static constexpr int kKeyStep = 16;
@@ -130,10 +133,18 @@ struct PairEngine {
         interleave(at(rows[i], d), at(rows[i + 1], d), head_dim - d, dst, dst + 16);
     }
   }
-  static void scores(const uint32_t* q, const uint32_t* const* key_tiles, int count, int head_dim, float* s, int vectors, AheadKeys& ahead) {
-    const int width = padded(head_dim, 32) / 2;
+  // Width: the words of a key, where they are known when this is compiled: sixteen addresses then need one register.
+  template <int Width>
+  static void scores_of_width(const uint32_t* q, const uint32_t* const* key_tiles, int count, int width, float* s, AheadKeys& ahead) {
+    if (Width) width = Width;
     for (int i = 0; i < count; i += 16, ahead.step())
-      product<Uint>(key_tiles[i / 16], (int64_t)width, (int64_t)1, q, width, s + i * kLanes, 16, vectors);
+      block_product<16, 1, Uint>(key_tiles[i / 16], width, 1, q, width, s + i * kLanes);
+  }
+  static void scores(const uint32_t* q, const uint32_t* const* key_tiles, int count, int head_dim, float* s, int, AheadKeys& ahead) {
+    const int width = padded(head_dim, 32) / 2;
+    if (width == 32) scores_of_width<32>(q, key_tiles, count, width, s, ahead);
+    else if (width == 64) scores_of_width<64>(q, key_tiles, count, width, s, ahead);
+    else scores_of_width<0>(q, key_tiles, count, width, s, ahead);
   }
   static void weighted(const uint32_t* p, const uint32_t* v, int count, int head_dim, float* o, int vectors) {
     const int width = padded(head_dim, 32);

@@ -101,9 +101,9 @@ inline Vec tanhv(Vec x) {  // 1 - 2 / (1 + e^2x), saturated where float is
   return 1.0f - 2.0f / (1.0f + exp2v(t));
 }
 
-// dst[j][i] = src[i][j], 16 x 16 words of 32 bits; strides in words.
-inline void transpose16(const uint32_t* src, int64_t src_stride, uint32_t* dst, int64_t dst_stride) {
 #if defined(__AVX512F__)
+// columns[j] word i = src[i][j], 16 x 16 words of 32 bits; stride in words.
+inline void load_transposed16(const uint32_t* src, int64_t src_stride, __m512i* columns) {
   __m512i a[16], b[16];
   for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(src + i * src_stride);
   for (int i = 0; i < 16; i += 2) {
@@ -123,9 +123,18 @@ inline void transpose16(const uint32_t* src, int64_t src_stride, uint32_t* dst, 
     b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
   }
   for (int i = 0; i < 8; i++) {
-    _mm512_storeu_si512(dst + i * dst_stride, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
-    _mm512_storeu_si512(dst + (i + 8) * dst_stride, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
+    columns[i] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88);
+    columns[i + 8] = _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd);
   }
+}
+#endif
+
+// dst[j][i] = src[i][j], 16 x 16 words of 32 bits; strides in words.
+inline void transpose16(const uint32_t* src, int64_t src_stride, uint32_t* dst, int64_t dst_stride) {
+#if defined(__AVX512F__)
+  __m512i columns[16];
+  load_transposed16(src, src_stride, columns);
+  for (int i = 0; i < 16; i++) _mm512_storeu_si512(dst + i * dst_stride, columns[i]);
 #else
   for (int i = 0; i < 16; i++)
     for (int j = 0; j < 16; j++) dst[j * dst_stride + i] = src[i * src_stride + j];
