@@ -3,7 +3,8 @@
     python scripts/sanitize_kernels.py [--all | pytest arguments]
 
 Of every test one case per instruction set and dtype, which takes less than a minute once the kernels are built (as
-long again the first time); with --all every case. The sanitizer's runtime is preloaded into Python, so that every
+long again the first time); with --all every case. Tiles are plain code here, so that what they read and write is seen,
+on processors without them too. The sanitizer's runtime is preloaded into Python, so that every
 tensor the tests make has guarded borders.
 """
 
@@ -20,7 +21,8 @@ sys.path.insert(0, str(ROOT))
 from services.gpu_worker.kernels.build import find_compiler  # noqa: E402
 from services.gpu_worker.kernels.library import FLAGS_VARIABLE  # noqa: E402
 
-FLAGS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
+SOFT_TILES = "-DRF_SOFT_TILES"
+FLAGS = f"{SOFT_TILES} -O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all"
 TESTS = [f"tests/gpu_worker/{name}.py" for name in ("test_native_attention", "test_native_groups")]
 TESTS += [f"tests/gpu_worker/test_kernels_{name}.py" for name in ("linear", "int8", "rows", "logits", "decoder")]
 TESTS.append("tests/gpu_worker/test_sampler.py")
@@ -52,7 +54,8 @@ def main() -> int:
 def one_case_each() -> list[str]:
     """Ids of the chosen tests, the first case of each function, instruction set and dtype."""
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-k", CHOICE, *TESTS]
-    listed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout
+    environ = {**os.environ, FLAGS_VARIABLE: SOFT_TILES}
+    listed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, env=environ).stdout
     first: dict[tuple[str, ...], str] = {}
     for line in listed.splitlines():
         function, _, case = line.partition("[")

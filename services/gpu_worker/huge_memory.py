@@ -17,7 +17,7 @@ REGION = 64 << 20
 
 
 def zeros(size: int, touched: int = 0) -> torch.Tensor:
-    """uint8 [size] at a multiple of HUGE_PAGE; the system provides it where it is first touched: now of the first bytes."""
+    """uint8 [size] at a multiple of HUGE_PAGE. The system provides it where first touched, here the first bytes."""
     memory = mmap.mmap(-1, max(1, size) + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):

@@ -27,13 +27,14 @@ inline void prefetch_to_write(void* p) {
 // c[r][panel * 16 + lane] of R rows and P panels: one panel, a pair or two pairs that lie pair_words apart.
 template <class Form, int R, int P>
 inline void panel_product(const typename Form::Left* x, int64_t x_stride, const typename Form::Right* w, int64_t pair_words,
-                          int steps, bool first, float* c, int64_t c_stride) {
+                          int steps, bool fetches, AheadWeights& ahead, int each, float* c, int64_t c_stride) {
   typename Form::Sum acc[R][P][kVectors];
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++)
       for (int j = 0; j < kVectors; j++) acc[r][p][j] = Form::start(x + r * x_stride + steps * Form::kLefts);
   for (int step = 0; step < steps; step++, w += 2 * kTileWords, x += Form::kLefts) {
-    if (first)  // whoever comes after finds them in a cache
+    ahead.fetch(each);
+    if (fetches)
       for (int p = 0; p < P; p++)
         for (int k = 0; k < 16; k++) prefetch(w + p / 2 * pair_words + (p % 2 + 6) * kTileWords + k * kPanel);
     for (int k = 0; k < 16; k++)
@@ -128,7 +129,9 @@ struct VectorLinear {
     return kWidth == 16 ? (rows * F::kSums <= 4 ? 4 : 2) : kWidth == 8 && rows <= 2 ? 2 : 1;
   }
   static constexpr int kValueRows = 32;
-  static constexpr bool kAhead = false;  // its loops fetch for themselves
+  // Few rows fetch their weights a moment before they meet them. More pass them again and again, out of a cache, and
+  // fetch meanwhile what comes next.
+  static bool fetches_ahead(int rows) { return rows >= kMostRows; }
   static void begin() {}
   static void end() {}
   static int steps(const LinearCall& c) { return input_steps(c.inputs, F::kWeights); }
@@ -145,11 +148,13 @@ struct VectorLinear {
     const Right* w;
     int steps, panels;
     float* c;
-    bool first;  // to read the weights
+    AheadWeights& ahead;
+    int each;  // lines fetched by a step
+    bool fetches;
     template <int R, int P>
     void panels_from(int p, int m) const {
       const int64_t pair = (int64_t)steps * 2 * kTileWords;
-      panel_product<F, R, P>(x + m * size, size, w + p / 2 * pair + p % 2 * kTileWords, pair, steps, first && m == 0,
+      panel_product<F, R, P>(x + m * size, size, w + p / 2 * pair + p % 2 * kTileWords, pair, steps, fetches, ahead, each,
                              c + m * panels * kPanel + p * kPanel, panels * kPanel);
     }
     // Rows m .. end - 1, R at a time; returns the first row left.
@@ -173,9 +178,11 @@ struct VectorLinear {
   };
   // c[rows][panels * 16] of `rows` (at most 32) rows from row m and an even number of panels.
   static void block(const LinearCall& call, const char* prepared, int m, int rows, const uint32_t* weight, int panels, float* c,
-                    Beside&) {
+                    Beside& beside) {
     const int64_t size = row_size(call);
-    const Part part{(const Left*)prepared + m * size, size, (const Right*)weight, steps(call), panels, c, m == 0};
+    const int passes = (rows + kMostRows - 1) / kMostRows, each = (beside.ahead.each + passes - 1) / passes;
+    const Part part{(const Left*)prepared + m * size, size, (const Right*)weight, steps(call), panels, c, beside.ahead, each,
+                    !fetches_ahead(call.rows)};
     part.template rest<kMostRows>(part.template run<kMostRows>(0, rows), rows);
   }
   // Scales where the form has any.
@@ -279,7 +286,7 @@ constexpr int kChunkPanels = 4;  // at most; many rows take a pair, which then s
 template <class Product>
 AheadWeights weights_ahead(const LinearCall& c, int panel, int panels, int rows) {
   AheadWeights weights;
-  if (panels <= 0 || !Product::kAhead) return weights;
+  if (panels <= 0 || !Product::fetches_ahead(c.rows)) return weights;
   const int64_t pair = (int64_t)Product::steps(c) * 2 * kTileWords;
   weights.at = (const char*)((const uint32_t*)c.weight + panel / 2 * pair);
   weights.lines = (int)(panels / 2 * pair / 16);

@@ -109,7 +109,7 @@ struct AmxTiles {
 struct AmxLinear {
   using Storage = bf16;
   static constexpr int kValueRows = 32;
-  static constexpr bool kAhead = true;
+  static bool fetches_ahead(int) { return true; }
   static void begin() { full_tiles(); }
   static void end() { release_tiles(); }
   static int steps(const LinearCall& c) { return input_steps(c.inputs, kBfloat16); }

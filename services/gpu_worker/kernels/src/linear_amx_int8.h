@@ -11,7 +11,7 @@ namespace {
 struct Int8Dot {
   template <int C, int A, int B>  // C += A * B, both signed, int32 sums
   static void multiply() {
-    __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+    multiply_bytes<C, A, B>();
   }
 };
 
@@ -20,7 +20,7 @@ template <class T>
 struct AmxInt8Linear {
   using Storage = T;
   static constexpr int kValueRows = 64;
-  static constexpr bool kAhead = true;
+  static bool fetches_ahead(int) { return true; }
   static void begin() { full_tiles(); }
   static void end() { release_tiles(); }
   static int steps(const LinearCall& c) { return input_steps(c.inputs, kInt8); }
