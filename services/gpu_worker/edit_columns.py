@@ -45,4 +45,4 @@ class EditColumns:
         """The slot's history has grown."""
         if edits.history is not None:
             self.seen[slot], self.counts[slot] = edits.history.addresses
-            self.num_seen[slot] = len(edits.history.ids)
+            self.num_seen[slot] = len(edits.history)

@@ -138,12 +138,15 @@ class Engine:
     def _finish(self, rows: StepRows, logits: torch.Tensor, masks: MaskRows | None, outcome: Outcome) -> None:
         slots = self.slots
         sampling = len(rows.sampling)
-        outcome.score_prompts(rows.spans, logits[sampling:], slots)
+        # What there is nothing of is not even begun: code is slow the first time after a forward.
+        if rows.spans:
+            outcome.score_prompts(rows.spans, logits[sampling:], slots)
+            logits = logits[:sampling]
         starts = slots.computed[rows.slots]
         slots.computed[rows.slots] = starts + rows.lengths
-        extend_histories(rows, starts, slots)
+        if rows.chunks:
+            extend_histories(rows, starts, slots)
         if sampling:
-            logits = logits[:sampling]
             blocks = self._blocks(logits, rows)
             sample_rows(rows, logits, masks, slots, self._sampler, outcome, blocks=blocks)
 
@@ -153,7 +156,7 @@ class Engine:
             return None
         blocks = self.runner.blocks
         if blocks is not None:
-            return blocks.first(len(logits))
+            return blocks if len(blocks.scales) == len(logits) else blocks.first(len(logits))
         scales = self.slots.sampling.scale[rows.slots[rows.sampling]]
         return Blocks.of(self._kernels, logits, torch.from_numpy(scales))
 

@@ -20,6 +20,10 @@ class History:
         self.addresses = self._ids.ctypes.data, self._counts.ctypes.data
         """Where `ids` and `output_counts` begin in memory, until they grow."""
 
+    def __len__(self) -> int:
+        """How many distinct tokens."""
+        return len(self._index)
+
     @property
     def ids(self) -> NDArray[np.int64]:
         """Distinct tokens so far, in order of appearance."""
@@ -30,10 +34,15 @@ class History:
         """How often the output holds each of `ids`; 0 for tokens only the prompt has."""
         return self._counts[: len(self._index)]
 
-    def extend(self, start: int, tokens: list[int]) -> None:
-        """Count `tokens` at positions start, start + 1, ...; positions that were counted before are left out."""
+    def extend(self, start: int, tokens: list[int]) -> bool:
+        """Count `tokens` at positions start, start + 1, ...; positions that were counted before are left out.
+
+        Whether there is a token that was not seen before.
+        """
+        seen = len(self._index)
         for token in tokens[max(self.known - start, 0) :]:
             self._add(token)
+        return len(self._index) > seen
 
     def _add(self, token: int) -> None:
         at = self._index.get(token)

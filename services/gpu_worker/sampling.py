@@ -117,13 +117,18 @@ def sample_rows(
             raw = raw.copy()
         _edit(logits, blocks, who, positions, masks, slots, forbid)
     tokens, fit = sampler.sample(logits, slots.sampling.rows(who, positions), blocks)
-    counts = drop_refuted(rows, tokens, fit, slots) if rows.drafts else slice(None)
-    _drop_failed(who, tokens, fit, outcome)
+    counts = drop_refuted(rows, tokens, fit, slots) if rows.drafts else None
+    if outcome.failed:
+        _drop_failed(who, tokens, fit, outcome)
+    drawn = tokens
     if not fit.all():
         for row in np.flatnonzero(~fit).tolist():
             outcome.fail(slots, int(who[row]), _why_unfit(raw.logits, row))
-    _score(raw, who, tokens, fit, rows, slots, outcome)
-    _settle(who[counts], positions[counts], tokens[counts], slots)
+    if slots.num_scored:
+        _score(raw, who, tokens, fit, rows, slots, outcome)
+    if counts is not None:
+        who, positions, drawn = who[counts], positions[counts], tokens[counts]
+    _settle(who, positions, drawn, slots)
     outcome.tokens[rows.outputs] = tokens
 
 
@@ -221,7 +226,7 @@ def _score(
 
 def _settle(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:
     slots.last_token[who] = tokens
-    np.subtract.at(slots.remaining, who, 1)  # a slot may be there several times
+    slots.remaining -= np.bincount(who, minlength=len(slots.remaining))  # a slot may be there several times
     slots.ended[who] |= slots.remaining[who] <= 0
     for row, (slot, token) in enumerate(zip(who.tolist(), tokens.tolist(), strict=True)):
         if token in slots.stops[slot]:
@@ -231,6 +236,8 @@ def _settle(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:
 
 def extend_answers(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:
     """Count tokens [n] drawn for slots `who` at `positions`, -1 or less: none, for those who are penalised for them."""
-    for row in np.flatnonzero(slots.edited[who]).tolist():
-        if tokens[row] >= 0:
-            slots.count(int(who[row]), int(positions[row]), [int(tokens[row])])
+    if not slots.edited[who].any():
+        return
+    for slot, position, token in zip(who.tolist(), positions.tolist(), tokens.tolist(), strict=True):
+        if token >= 0 and slots.edits[slot] is not None:
+            slots.count(slot, position, [token])

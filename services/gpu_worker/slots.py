@@ -59,6 +59,7 @@ class Slots:
         self.lagging = np.zeros(n, dtype=np.bool_)  # has skipped decode rows, so `computed` is behind the scheduler's
         self.edited = np.zeros(n, dtype=np.bool_)
         self.scored = np.zeros(n, dtype=np.bool_)
+        self.num_scored = 0
         self.page_counts = np.zeros(n, dtype=np.int64)
         self.computed = np.zeros(n, dtype=np.int64)
         self.last_token = np.full(n, -1, dtype=np.int64)
@@ -107,12 +108,12 @@ class Slots:
     def count(self, slot: int, position: int, tokens: list[int]) -> None:
         """Tokens of the slot's text from `position` on, for who is penalised for them."""
         edits = self.edits[slot]
-        if edits is not None and edits.history is not None:
-            edits.history.extend(position, tokens)
+        if edits is not None and edits.history is not None and edits.history.extend(position, tokens):
             self.edit_columns.follow(slot, edits)
 
     def _close(self, slot: int) -> None:
         self.is_open[slot] = False
+        self._set_scored(slot, False)
         self.edits[slot] = self.scores[slot] = None
         self.edit_columns.set(slot, None)
         self.refused.pop(slot, None)
@@ -150,9 +151,13 @@ class Slots:
             # Numbers a user chose: they end that request, never the worker.
             self.refused[slot] = str(error)
         self.edited[slot] = self.edits[slot] is not None
-        self.scored[slot] = params.logprobs >= 0
+        self._set_scored(slot, params.logprobs >= 0)
         self._take_history(slot, opened)
         self.edit_columns.set(slot, self.edits[slot])
+
+    def _set_scored(self, slot: int, scored: bool) -> None:
+        self.num_scored += int(scored) - int(self.scored[slot])
+        self.scored[slot] = scored
 
     def _take_history(self, slot: int, opened: SlotOpen) -> None:
         edits = self.edits[slot]

@@ -249,8 +249,15 @@ struct Draw {
   }
 };
 
+// Rows that only want their likeliest token are done before another thread is awake.
+inline int drawing_threads(const DrawCall& c) {
+  int rows = 0;
+  for (int r = 0; r < c.count; r++) rows += !c.greedy[c.slots[r]];
+  return rows < 2 ? 1 : c.threads;
+}
+
 void draw_rows(const DrawCall& c) {
-#pragma omp parallel num_threads(c.threads)
+#pragma omp parallel num_threads(drawing_threads(c))
   {
     Draw draw(c, thread_number());
 #pragma omp for schedule(dynamic, 1)

@@ -13,21 +13,26 @@ struct RowEdit {
   const int64_t r;
   float* const row;
 
+  // Tokens of the prompt alone are penalised for repetition only.
+  bool spares(float count) const { return count == 0 && c.repetition[slot] == 1; }
   // What lies far away is asked for before any of it is used.
-  void fetch(const int64_t* tokens, int64_t n) const {
-    for (int64_t i = 0; i < n; i++) __builtin_prefetch(row + tokens[i], 1, 3);
+  void fetch(const int64_t* tokens, const float* counts, int64_t n) const {
+    for (int64_t i = 0; i < n; i++)
+      if (!spares(counts[i])) __builtin_prefetch(row + tokens[i], 1, 3);
   }
   void penalise(const int64_t* tokens, const float* counts, int64_t n) const {
     const float repetition = c.repetition[slot], frequency = c.frequency[slot], presence = c.presence[slot];
-    fetch(tokens, n);
+    fetch(tokens, counts, n);
     for (int64_t i = 0; i < n; i++) {
+      if (spares(counts[i])) continue;
       float& x = row[tokens[i]];
       const float repeated = x > 0 ? x / repetition : x * repetition;
       x = repeated - frequency * counts[i] - (counts[i] > 0 ? presence : 0);
     }
   }
-  void renew(const int64_t* tokens, int64_t n) const {
-    for (int64_t i = 0; i < n; i++) note_block(c.blocks, row, r, c.vocab, (int)(tokens[i] / kBlockLogits));
+  void renew(const int64_t* tokens, int64_t n, const float* counts = nullptr) const {
+    for (int64_t i = 0; i < n; i++)
+      if (!counts || !spares(counts[i])) note_block(c.blocks, row, r, c.vocab, (int)(tokens[i] / kBlockLogits));
   }
 };
 
@@ -41,7 +46,7 @@ void edit_rows(const EditCall& c) {
     edit.penalise(seen, c.counts[slot], c.num_seen[slot]);
     for (int64_t i = 0; i < c.num_biased[slot]; i++) edit.row[biased[i]] += c.biases[slot][i];
     for (int64_t i = 0; forbids && i < c.num_stops[slot]; i++) edit.row[stops[i]] = -INFINITY;
-    edit.renew(seen, c.num_seen[slot]);
+    edit.renew(seen, c.num_seen[slot], c.counts[slot]);
     edit.renew(biased, c.num_biased[slot]);
     if (forbids) edit.renew(stops, c.num_stops[slot]);
   }
