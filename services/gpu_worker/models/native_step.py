@@ -81,9 +81,10 @@ class NativeStep:
         ]
         self._head = self._pack(kernels, decoder.head)
         self._layers = NativeDecoder(kernels, layers, q_heads=config.num_heads, eps=config.norm_eps)
-        self._kernels = kernels
-        self._logits = torch.empty((0, self._head.outputs), dtype=torch.float32)  # of the largest step so far
-        self._blocks = Blocks.empty(kernels, 0, self._head.outputs)
+        vocab = self._head.outputs
+        # Rows that no step has are never touched, and so take no memory.
+        self._logits = huge_memory.zeros(4 * KEPT_ROWS * vocab).view(torch.float32).view(KEPT_ROWS, vocab)
+        self._blocks = Blocks.empty(kernels, KEPT_ROWS, vocab)
 
     def takes(self, rows: int) -> bool:
         return not self.keeps_plain or rows <= NATIVE_ROWS
@@ -105,10 +106,6 @@ class NativeStep:
         rows = x.shape[0]
         if rows > KEPT_ROWS:
             return self._head.forward(x, norm=self._norm, eps=self._eps, float32=True), None
-        if self._logits.shape[0] < rows:
-            room = -(-rows // 32) * 32
-            self._logits = huge_memory.zeros(4 * room * self._head.outputs).view(torch.float32).view(room, -1)
-            self._blocks = Blocks.empty(self._kernels, room, self._head.outputs)
         logits, blocks = self._logits[:rows], self._blocks.first(rows)
         if scales is None:
             blocks.scales.zero_()
