@@ -1,6 +1,6 @@
 """Where a step's time goes: worker compute, the worker's idle time between steps, and the CPU of every process.
 
-    python benchmarks/overhead.py [--streams 8] [--tokens 256] [--model PATH] [--dtype bfloat16] [--flags "..."]
+    python benchmarks/overhead.py [--streams 8] [--tokens 512] [--model PATH] [--dtype bfloat16] [--flags "..."]
 
 Starts a server, lets `streams` clients decode at once, and reads between two points of steady decoding what the
 processes have used (/proc) and what the worker says of itself (/metrics). `idle`: the worker had nothing to compute
@@ -29,7 +29,7 @@ from radixfleet.local_server import LocalServer
 
 TICK = os.sysconf("SC_CLK_TCK")
 NEWS_S = 30.0  # a worker that computes says so more often; one that does not is named otherwise in /metrics
-WARM_TOKENS = 32  # of every stream before the first reading, and left after the last one
+WARM_TOKENS = 32  # of every stream before the first reading; the last one, which waits for news, begins half-way
 SERVICES = ("tokenizer", "scheduler", "gpu_worker", "detokenizer")
 
 
@@ -120,7 +120,7 @@ async def measure(server: LocalServer, options: argparse.Namespace) -> tuple[Rea
     work = asyncio.create_task(streams.run())
     await streams.all_at(WARM_TOKENS)
     first = await read(server.url, pids, streams)
-    await streams.all_at(options.tokens - WARM_TOKENS)
+    await streams.all_at(max(options.tokens // 2, WARM_TOKENS))
     last = await read(server.url, pids, streams)
     await work
     return first, last
@@ -146,7 +146,7 @@ def report(first: Reading, last: Reading, streams: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--model", default="")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--flags", type=shlex.split, default=[], help="more flags of `radixfleet serve`")
