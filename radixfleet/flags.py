@@ -154,6 +154,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _switch("--disable-cuda-graph", help="launch every kernel of a decode step by itself"),
         _int("--cuda-graph-max-bs", "rows of the largest CUDA graph [--max-running-requests]"),
         _int("--threads", "threads of a worker on CPU [physical cores shared by the workers]"),
+        _switch("--disable-thread-pinning", help="let the system move a CPU worker's threads from core to core"),
         _switch("--enable-deterministic-inference", "--deterministic", help="sums do not depend on the batch",
                 setting="deterministic"),
         _int("--random-seed", "seed of the seeds that requests do not give [drawn]"),

@@ -139,6 +139,7 @@ class WorkerConfig(ServiceConfig, frozen=True, kw_only=True):
     context_length: NonNegative = 0
     max_inflight_steps: Positive = 2
     threads: NonNegative = 0  # 0: all physical cores
+    disable_thread_pinning: bool = False
     deterministic: bool = False
     tp_size: Positive = 1  # ranks that share each layer's weights
     tp_rank: NonNegative = 0

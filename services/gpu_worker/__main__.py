@@ -32,10 +32,11 @@ def run(config: WorkerConfig, start: Callable[[WorkerConfig], StartedEngine] | N
         code = follower.run(config)
         sys.stderr.flush()
         os._exit(code)  # the group's own threads may wait for ranks that are gone
+    from services.gpu_worker.pinning import pin_threads
     from services.gpu_worker.startup import start_engine
     from services.gpu_worker.worker import Worker
 
-    worker = Worker(config, start or start_engine)
+    worker = Worker(config, start) if start else Worker(config, start_engine, settle_down=pin_threads)
     code = max(service.run("worker", config, lambda: worker), worker.exit_code)
     sys.stderr.flush()
     if worker.is_computing:

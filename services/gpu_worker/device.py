@@ -17,9 +17,16 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 def physical_cores() -> int:
     """Cores this process may use, hyper-threads counted once, at least 1."""
-    allowed = os.sched_getaffinity(0)
-    cores = {_siblings(cpu) for cpu in allowed}
-    return max(1, min(len(cores), _quota() or len(cores)))
+    cores = len(cores_allowed())
+    return max(1, min(cores, _quota() or cores))
+
+
+def cores_allowed() -> list[list[int]]:
+    """The processors of each core this process may run on."""
+    cores: dict[str, list[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        cores.setdefault(_siblings(cpu), []).append(cpu)
+    return list(cores.values())
 
 
 def threads_of(config: WorkerConfig) -> int:

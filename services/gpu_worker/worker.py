@@ -17,6 +17,7 @@ from services.gpu_worker.activity import Activity
 from services.gpu_worker.compute import ComputeThread
 from services.gpu_worker.executor import Executor
 from services.gpu_worker.faults import ProtocolError
+from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.memory import MemoryPlanError, release_cached, resident_bytes
 from services.gpu_worker.models.config import ModelError
 from services.gpu_worker.session import Session
@@ -60,9 +61,12 @@ class Worker:
         config: WorkerConfig,
         start: Callable[[WorkerConfig], StartedEngine] = start_engine,
         end_process: Callable[[], None] = lambda: signal.raise_signal(signal.SIGTERM),
+        settle_down: Callable[[WorkerConfig, KVCache], object] = lambda _config, _cache: None,
     ) -> None:
+        """`settle_down`: called in the compute thread once everything that starts threads from there has done so."""
         self._config = config
         self._start_engine = start
+        self._settle_down = settle_down
         self._end_process = end_process
         self._worker_id = new_service_id("worker", config)
         self._incarnation = 0
@@ -87,6 +91,7 @@ class Worker:
         try:
             started = await self._compute.call(lambda: self._start_engine(self._config))
             ways = await self._compute.call(lambda: open_ways(self._config, self._worker_id, started))
+            await self._compute.call(lambda: self._settle_down(self._config, started.engine.kv_cache))
         except (ModelError, MemoryPlanError, NixlMissing) as error:
             raise CannotStart(str(error)) from error
         self._loading = False

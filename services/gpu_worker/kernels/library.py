@@ -218,6 +218,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rf_draw_floats": (c_int64, (c_int,)),
     "rf_draw": (None, (c_int, POINTER(DrawCall))),
     "rf_read_memory": (c_uint64, (_P, c_int64, c_int)),
+    "rf_pin_threads": (c_int, (_P, c_int, c_int)),
     "rf_copy_pages": (c_int, (POINTER(_P), c_int, _P, _P, c_int, c_int64, c_int)),
 }
 

@@ -1,10 +1,11 @@
-// Which instruction sets this processor and kernel offer, and the page copy. Leaves the choice to the caller.
+// Which instruction sets this processor and kernel offer, where threads run, and the page copy. Leaves the choice to the caller.
 #include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #if defined(__linux__)
+#include <sched.h>
 #include <sys/syscall.h>
 #endif
 #if defined(_OPENMP)
@@ -100,6 +101,32 @@ RF_EXPORT uint64_t rf_read_memory(const uint64_t* memory, int64_t words, int thr
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(^ : sum)
   for (int64_t i = 0; i < words; i++) sum ^= memory[i];
   return sum;
+}
+
+// Keeps thread i of a team, of which the caller is the first, on the processors cpus[i][width], -1: none. How many threads
+// could not be kept so.
+RF_EXPORT int rf_pin_threads(const int32_t* cpus, int width, int threads) {
+  int failed = 0;
+#if defined(__linux__) && defined(_OPENMP)
+#pragma omp parallel num_threads(threads) reduction(+ : failed)
+  {
+    const int32_t* own = cpus + (int64_t)omp_get_thread_num() * width;
+    const int last = *std::max_element(own, own + width);
+    cpu_set_t* set = CPU_ALLOC(last + 1);
+    const size_t size = CPU_ALLOC_SIZE(last + 1);
+    if (set) {
+      CPU_ZERO_S(size, set);
+      for (int i = 0; i < width; i++)
+        if (own[i] >= 0) CPU_SET_S(own[i], size, set);
+    }
+    failed += !set || sched_setaffinity(0, size, set) != 0;
+    if (set) CPU_FREE(set);
+  }
+#else
+  (void)cpus, (void)width;
+  failed = threads;
+#endif
+  return failed;
 }
 
 namespace {
