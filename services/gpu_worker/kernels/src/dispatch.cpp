@@ -85,7 +85,7 @@ RF_EXPORT int rf_has_isa(int isa) {
 #if defined(RF_HAVE_AVX512)
   if (isa == kAvx512) return has_avx512();
 #endif
-#if defined(RF_SOFT_TILES)
+#if defined(RF_HAVE_AMX) && defined(RF_SOFT_TILES)
   if (isa == kAmx) return has_avx512();
 #elif defined(RF_HAVE_AMX) && defined(__linux__)
   if (isa == kAmx) return has_avx512() && cpuid_has_amx() && probe_amx() && request_amx();
