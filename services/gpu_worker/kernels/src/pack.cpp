@@ -62,7 +62,10 @@ float value_at(const void* row, int i, int dtype) {
 // One output's column of a panel, in -127..127; returns its scale.
 float quantise_column(const void* row, int inputs, int dtype, int8_t* first) {
   float most = 0;
-  for (int i = 0; i < inputs; i++) most = fmaxf(most, fabsf(value_at(row, i, dtype)));
+  for (int i = 0; i < inputs; i++) {
+    const float size = fabsf(value_at(row, i, dtype));  // of NaN nothing: it is no weight
+    most = size > most ? size : most;
+  }
   const float inverse = most > 0 ? 127 / most : 0;
   for (int i = 0; i < inputs; i++) {
     const int word = i / 4;
