@@ -187,6 +187,7 @@ bool decoder(const DecoderCall& c, Batch& batch) {
   memset(memory, 0, 16 * c.num_layers);
 #pragma omp parallel num_threads(c.threads)
   {
+    keep_place(thread_number());
     D step(c, batch, memory);
     for (int l = 0; l < c.num_layers; l++) step.run_layer(c.layers[l], l + 1 == c.num_layers);
   }

@@ -103,30 +103,52 @@ RF_EXPORT uint64_t rf_read_memory(const uint64_t* memory, int64_t words, int thr
   return sum;
 }
 
-// Keeps thread i of a team, of which the caller is the first, on the processors cpus[i][width], -1: none. How many threads
-// could not be kept so.
-RF_EXPORT int rf_pin_threads(const int32_t* cpus, int width, int threads) {
-  int failed = 0;
-#if defined(__linux__) && defined(_OPENMP)
-#pragma omp parallel num_threads(threads) reduction(+ : failed)
-  {
-    const int32_t* own = cpus + (int64_t)omp_get_thread_num() * width;
-    const int last = *std::max_element(own, own + width);
-    cpu_set_t* set = CPU_ALLOC(last + 1);
-    const size_t size = CPU_ALLOC_SIZE(last + 1);
-    if (set) {
-      CPU_ZERO_S(size, set);
-      for (int i = 0; i < width; i++)
-        if (own[i] >= 0) CPU_SET_S(own[i], size, set);
-    }
-    failed += !set || sched_setaffinity(0, size, set) != 0;
-    if (set) CPU_FREE(set);
-  }
+namespace radixfleet {
+namespace {
+
+std::vector<int32_t> places;  // [threads][width] processors, -1: none; written once, before any step
+int places_width = 0;
+
+bool keep_on(const int32_t* cpus, int width) {
+#if defined(__linux__)
+  const int last = *std::max_element(cpus, cpus + width);
+  cpu_set_t* set = CPU_ALLOC(last + 1);
+  if (!set) return false;
+  const size_t size = CPU_ALLOC_SIZE(last + 1);
+  CPU_ZERO_S(size, set);
+  for (int i = 0; i < width; i++)
+    if (cpus[i] >= 0) CPU_SET_S(cpus[i], size, set);
+  const bool kept = sched_setaffinity(0, size, set) == 0;
+  CPU_FREE(set);
+  return kept;
 #else
   (void)cpus, (void)width;
-  failed = threads;
+  return false;
 #endif
-  return failed;
+}
+
+}  // namespace
+
+// The runtime may end helpers and start others, which begin where their maker is: so each looks once for itself.
+bool keep_place(int thread) {
+  static thread_local bool looked = false, kept = false;
+  if (looked || (size_t)(thread + 1) * places_width > places.size()) return kept;
+  looked = places_width > 0;
+  return kept = looked && keep_on(places.data() + (int64_t)thread * places_width, places_width);
+}
+
+}  // namespace radixfleet
+
+// Keeps thread i of every step's team, of which the caller is the first, on the processors cpus[i][width], -1: none. How
+// many threads could not be kept so.
+RF_EXPORT int rf_pin_threads(const int32_t* cpus, int width, int threads) {
+  places.assign(cpus, cpus + (int64_t)threads * width), places_width = width;
+  int kept = 0;
+#if defined(_OPENMP)
+#pragma omp parallel num_threads(threads) reduction(+ : kept)
+  kept += keep_place(omp_get_thread_num());
+#endif
+  return threads - kept;
 }
 
 namespace {

@@ -224,6 +224,7 @@ struct Kernels {
 // Floats of one partial result: 16 lanes of O, then their maxima and sums.
 inline size_t partial_floats(int head_dim) { return (size_t)(padded(head_dim, 32) + 2) * kLanes; }
 size_t scratch_bytes(int head_dim);
+bool keep_place(int thread);  // whether the calling thread is kept on the core of its number
 void* thread_scratch(size_t bytes);  // this thread's, valid until its next call; null without memory
 
 // Packed weights: tiles of 256 words, [outputs / 32][steps][2 panels of 16 outputs][16][16 outputs]; a word is a float,
