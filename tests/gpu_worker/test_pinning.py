@@ -41,8 +41,46 @@ SCRIPT = """
 """
 
 
+LATE = """
+    import itertools, json, os
+    import torch
+    from services.gpu_worker import device
+    from services.gpu_worker.kernels import library
+    from tests.gpu_worker.test_kernels_decoder import HIDDEN, Model
+
+    def helpers():
+        places = {task: sorted(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
+        return {task: place for task, place in places.items() if place != free}
+
+    free, kernels = sorted(os.sched_getaffinity(0)), library.load()
+    model = Model(kernels, torch.float32, bias=False, qk_norm=False, rope=True)
+    places = list(itertools.islice(itertools.cycle(device.cores_allowed()), 4))
+    table = torch.tensor([place[:1] for place in places], dtype=torch.int32)
+    torch.set_num_threads(4)
+    assert kernels.functions.rf_pin_threads(table.data_ptr(), 1, 4) == 0
+    first = helpers()
+    memory = torch.zeros(64, dtype=torch.int64)
+    kernels.functions.rf_read_memory(memory.data_ptr(), 64, 2)  # two helpers end
+    model.steps(torch.randn(8, HIDDEN), [8])
+    later = helpers()
+    print(json.dumps({"places": table.tolist(), "first": sorted(first.values()), "later": sorted(later.values()),
+                      "new": len(later.keys() - first.keys())}))
+"""
+
+
+@pytest.mark.skipif(len(device.cores_allowed()) < 2, reason="every place is the same one")
+def test_helpers_that_start_later_find_their_core() -> None:
+    found = execute(LATE)
+    assert found["new"] == 2
+    assert found["first"] == found["later"] == sorted(found["places"])
+
+
 def run(**options: object) -> dict[str, Any]:
-    script = textwrap.dedent(SCRIPT % repr(options))
+    return execute(SCRIPT % repr(options))
+
+
+def execute(script: str) -> dict[str, Any]:
+    script = textwrap.dedent(script)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
