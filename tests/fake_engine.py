@@ -54,6 +54,8 @@ class FakeEngine:
     steps: list[StepCommand] = field(default_factory=list)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _cells: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)  # page -> (position, token, hash)
+    recalls: int = 0  # rows without tokens
+    _hidden: dict[int, tuple[int, int]] = field(default_factory=dict)  # page -> (position behind its token, hash)
     _masks: dict[int, list[bytes]] = field(default_factory=dict)  # of this step, by slot: one for each sample
     _users: dict[int, int] = field(default_factory=dict)  # page -> open slots with it in their table
 
@@ -66,6 +68,7 @@ class FakeEngine:
     def write_page(self, page: int, cells: list[tuple[int, int, int]]) -> None:
         """Beside the steps. Whatever still uses the page will find something else in it."""
         self._cells[page] = list(cells)
+        self._hidden.pop(page, None)
 
     @property
     def open_slots(self) -> int:
@@ -188,9 +191,9 @@ class FakeEngine:
         self._check(len(set(targets)) == len(targets), "a page is the target of two copies")
         self._check(all(self._users.get(page) == 1 for page in targets), "the target of a copy is shared or nobody's")
         self.copies += len(targets)
-        contents = [list(self._cells.get(page, ())) for page in sources]
-        for target, cells in zip(targets, contents, strict=True):
-            self._cells[target] = cells
+        contents = [(list(self._cells.get(page, ())), self._hidden.get(page, (0, 0))) for page in sources]
+        for target, (cells, hidden) in zip(targets, contents, strict=True):
+            self._cells[target], self._hidden[target] = cells, hidden
 
     def _read_context(self, slot: int) -> None:
         """What the open slot finds in its pages must be one sequence from its start."""
@@ -251,7 +254,8 @@ class FakeEngine:
     ) -> None:
         seat = self._seat(row.slot)
         known = ints.unpack(row.token_ids).tolist()
-        self._check(bool(known), f"an empty chunk for slot {row.slot}")
+        if not known:
+            self._recall(row, seat)
         if row.drafts:
             self._check_drafts(seat, row)
             known, guesses = known[: -row.drafts], known[-row.drafts :]
@@ -265,12 +269,26 @@ class FakeEngine:
         if row.next_token >= 0:
             values.append(logprob(seat.state, row.next_token))
         self.prefill_tokens += len(known)
+        if row.keep_hidden:
+            self._check(self.hello.keeps_hidden and not row.drafts and bool(known), "a hidden state that nobody keeps")
+            self._hidden[self._last_page(seat)] = (seat.length, seat.state)
         if values:
             prompt_scores.append(RowScores(index, _scores(values, seat.sampling)))
         if row.drafts:
             self._sample_with(guesses, row.slot, seat, tokens, errors)
         elif row.sample:
             self._sample(row.slot, seat, tokens, scores, errors)
+
+    def _recall(self, row: PrefillRow, seat: _Slot) -> None:
+        """A row without tokens samples from what was kept of just the tokens that the slot has."""
+        plain = row.sample and not row.drafts and row.score_from < 0 and row.next_token < 0
+        self._check(self.hello.keeps_hidden and plain and seat.length > 0, f"an empty chunk for slot {row.slot}")
+        kept = self._hidden.get(self._last_page(seat))
+        self._check(kept == (seat.length, seat.state), f"slot {row.slot}: {kept} is kept, not {seat.length}")
+        self.recalls += 1
+
+    def _last_page(self, seat: _Slot) -> int:
+        return seat.pages[(seat.length - 1) // self.hello.page_size]
 
     def _check_drafts(self, seat: _Slot, row: PrefillRow) -> None:
         params = seat.sampling

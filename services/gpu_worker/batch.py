@@ -32,6 +32,34 @@ class HostColumns:
 
 
 @dataclass(frozen=True, slots=True)
+class HiddenRows:
+    """Hidden states behind the last layer that outlive the step, in `cache` [num_pages, hidden].
+
+    computed         int64 [L - C], places among the L logits that are wanted of the step's own tokens
+    recalled, pages  int64 [C], the other places, and the pages whose states they come from
+    kept             int64 [K], tokens of the step whose states are kept, with `kept_pages`
+    """
+
+    cache: torch.Tensor
+    computed: torch.Tensor
+    recalled: torch.Tensor
+    pages: torch.Tensor
+    kept: torch.Tensor
+    kept_pages: torch.Tensor
+
+    def exchange(self, x: torch.Tensor) -> torch.Tensor:
+        """[L - C + K, hidden], computed ones and those to keep -> the states of all logits [L, hidden]."""
+        own = len(self.computed)
+        if len(self.kept):
+            self.cache[self.kept_pages] = x[own:]
+        if not len(self.recalled):
+            return x[:own]
+        states = x.new_empty((own + len(self.recalled), x.shape[1]))
+        states[self.computed], states[self.recalled] = x[:own], self.cache[self.pages]
+        return states
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """R rows with T tokens in all; the first `num_decode_rows` rows have one token each.
 
@@ -45,11 +73,12 @@ class ForwardBatch:
     kv_lengths: torch.Tensor  # int32 [R], tokens in the cache once this step has written its own
     page_tables: torch.Tensor  # int32 [R, P]; entries beyond a row's pages are undefined
     kv_slots: torch.Tensor  # int64 [T], page * page_size + offset: where each token's K and V go
-    logit_rows: torch.Tensor  # int64 [L], the tokens whose logits are wanted
+    logit_rows: torch.Tensor  # int64 [L], the tokens whose logits are wanted; with `hidden` [L - C]
     num_decode_rows: int
     groups: tuple[SharedGroup, ...] = field(default=())
     scales: torch.Tensor | None = None  # fp32 [L], of the sums that sampling will want: as kernels.logits.Blocks
     host: HostColumns | None = None  # None: whoever needs it asks the tensors
+    hidden: HiddenRows | None = None
 
     @property
     def num_rows(self) -> int:

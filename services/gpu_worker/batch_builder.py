@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from services.gpu_worker.batch import ForwardBatch, HostColumns, SharedGroup
+from services.gpu_worker.batch import ForwardBatch, HiddenRows, HostColumns, SharedGroup
 from services.gpu_worker.faults import ProtocolError
 from services.gpu_worker.rows import StepRows
 from services.gpu_worker.slots import Slots, column
@@ -18,28 +18,40 @@ Ints = NDArray[np.int64]
 
 
 def build_batch(
-    rows: StepRows, command: StepCommand, slots: Slots, device: torch.device, *, with_tables: bool = True
+    rows: StepRows,
+    command: StepCommand,
+    slots: Slots,
+    device: torch.device,
+    *,
+    with_tables: bool = True,
+    hidden: torch.Tensor | None = None,
 ) -> ForwardBatch:
     """`logit_rows` are the tokens after which one is sampled, in output order, then the scored tokens span after span.
 
     with_tables: False leaves `page_tables` [R, 0], for who has them on its device.
+    hidden: where states are kept [num_pages, hidden].
     """
-    starts = slots.computed[rows.slots]
-    indptr = np.zeros(rows.num_rows + 1, dtype=np.int64)
-    np.cumsum(rows.lengths, out=indptr[1:])
+    count = rows.num_computed
+    owners, sizes = rows.slots[:count], rows.lengths[:count]
+    starts = slots.computed[owners]
+    indptr = np.zeros(count + 1, dtype=np.int64)
+    np.cumsum(sizes, out=indptr[1:])
     page_size = slots.limits.page_size
-    if rows.num_decode == rows.num_rows:
-        positions, owners = starts, rows.slots
-    else:
-        positions = np.repeat(starts - indptr[:-1], rows.lengths) + np.arange(indptr[-1])
-        owners = np.repeat(rows.slots, rows.lengths)
+    lengths = starts + sizes
+    width = -(-int(lengths.max(initial=0)) // page_size)
+    tables = slots.table[:, : width if with_tables else 0][owners]
+    positions = starts
+    if rows.num_decode != count:
+        positions = np.repeat(starts - indptr[:-1], sizes) + np.arange(indptr[-1])
+        owners = np.repeat(owners, sizes)
     pages = slots.table[owners, positions // page_size].astype(np.int64)
-    lengths = starts + rows.lengths
-    width = -(-int(lengths.max()) // page_size)
-    logit_rows = [indptr[rows.sampling + 1] - 1 - rows.behind]
+    sampling, behind = rows.sampling, rows.behind
+    if rows.num_recalled:
+        sampling, behind = sampling[sampling < count], behind[sampling < count]
+    logit_rows = [indptr[sampling + 1] - 1 - behind]
     logit_rows += [indptr[s.row] + s.first + np.arange(len(s.targets)) for s in rows.spans]
     groups = _groups(rows, command, slots) if command.group_sizes else []
-    tables = slots.table[:, : width if with_tables else 0][rows.slots]
+    kept = _hidden_rows(rows, slots, indptr, hidden) if hidden is not None else None
     if rows.drafts and groups:
         spread = _spread(rows, groups)
         groups = [(_pieces(spread, members), count) for members, count in groups]
@@ -56,6 +68,7 @@ def build_batch(
     )
     return ForwardBatch(
         token_ids=_on(device, np.concatenate([slots.last_token[rows.slots[: rows.num_decode]], *rows.chunks])),
+        hidden=kept,
         positions=_on(device, positions),
         qo_indptr=_on(device, host.qo_indptr),
         kv_lengths=_on(device, host.kv_lengths),
@@ -67,6 +80,29 @@ def build_batch(
         groups=tuple(SharedGroup(_on(device, members), count) for members, count in groups),
         host=host,
     )
+
+
+def _hidden_rows(rows: StepRows, slots: Slots, indptr: Ints, cache: torch.Tensor) -> HiddenRows | None:
+    """What the step recalls of states and keeps of them."""
+    if not rows.num_recalled and not rows.keeping:
+        return None
+    scored = sum(len(span.targets) for span in rows.spans)
+    recalled = rows.sampling >= rows.num_computed
+    keeping = np.array(rows.keeping, dtype=np.int64)
+    columns = (
+        np.flatnonzero(np.append(~recalled, np.ones(scored, dtype=np.bool_))),
+        np.flatnonzero(recalled),
+        _last_pages(slots, rows.slots[rows.sampling[recalled]], 0),
+        indptr[keeping + 1] - 1,
+        _last_pages(slots, rows.slots[keeping], rows.lengths[keeping]),
+    )
+    return HiddenRows(cache, *map(torch.from_numpy, columns))
+
+
+def _last_pages(slots: Slots, which: Ints, added: Ints | int) -> Ints:
+    """The pages of the slots' last tokens, once so many are added."""
+    last = slots.computed[which] + added - 1
+    return slots.table[which, last // slots.limits.page_size].astype(np.int64)
 
 
 def _scales(rows: StepRows, slots: Slots) -> torch.Tensor:

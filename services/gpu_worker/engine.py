@@ -103,7 +103,7 @@ class Engine:
             self._finish(rows, logits, held, outcome)
         self.stats = StepStats(
             decode_rows=rows.num_decode + sum(outcome.count(d.outputs) for d in rows.drafts),
-            prefill_rows=rows.num_rows - rows.num_decode - len(rows.drafts),
+            prefill_rows=rows.num_computed - rows.num_decode - len(rows.drafts),
             tokens=int(rows.lengths.sum()),
             forward_ms=(forwarded - started) * 1e3,
             mask_wait_ms=(waited - forwarded) * 1e3 if command.masked_slots else 0.0,
@@ -130,7 +130,7 @@ class Engine:
     def _forward(self, rows: StepRows, command: StepCommand) -> torch.Tensor | None:
         if not rows.num_rows:
             return None
-        logits = self.runner.forward(build_batch(rows, command, self.slots, self._device))
+        logits = self.runner.forward(build_batch(rows, command, self.slots, self._device, hidden=self.kv_cache.hidden))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the time of a step is its own, and its errors are raised in it
         return logits

@@ -28,6 +28,7 @@ class KVCache:
     """`layers[l]` is [num_pages, 2, kv_heads, page_size, head_dim]; index 0 of the second axis is K, 1 is V.
 
     `scales`: fp32 [num_layers, 2] on the host, for a cache of 8 bits; else None.
+    `hidden` [num_pages, hidden]: one token's state behind the last layer for each page, where they are kept; else None.
     """
 
     def __init__(
@@ -40,13 +41,16 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         scales: Scales = (),
+        hidden: int = 0,
     ) -> None:
+        """`hidden`: the size of the states to keep; 0 keeps none."""
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_pages, 2, kv_heads, page_size, head_dim)
         touched = TOUCHED_BYTES // max(1, num_layers)
         self.layers = [_zeros(shape, dtype, device, touched) for _ in range(num_layers)]
         self.scales = torch.tensor(scales or [(1.0, 1.0)] * num_layers) if dtype == FP8 else None
+        self.hidden = _zeros((num_pages, hidden), dtype, device, 0) if hidden else None
         self.page_copier: Callable[[torch.Tensor, torch.Tensor], None] | None = None  # a backend's faster copy_pages
 
     @staticmethod
@@ -55,6 +59,8 @@ class KVCache:
 
     def copy_pages(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy whole pages, int64 [n] each; all sources are read before any target is written."""
+        if self.hidden is not None:
+            self.hidden[targets] = self.hidden[sources]
         if self.page_copier is not None:
             return self.page_copier(sources, targets)
         for layer in self.layers:

@@ -108,6 +108,7 @@ class LoadedModel:
             self.kv_dtype,
             self.device,
             config.kv_scales,
+            config.hidden if self.is_batch_invariant else 0,
         )
         attention = select_backend(self.attention_backend, kv_cache, config)
         return ModelRunner(config, self.model, kv_cache, attention, max_batched_tokens)

@@ -1,7 +1,7 @@
 """One command's rows, checked, without decode rows of ended slots; leaves tensors to `batch_builder`.
 
 outputs   decode_slots in order, then the sampling prefills in order     (one token each in the result)
-rows      decode rows of slots that have not ended, then all prefill rows
+rows      decode rows of slots that have not ended, then all prefill rows, those without tokens last
 
 Prefill rows run even where their slot has ended or its request is refused: the scheduler shares the pages of a prefill
 from the moment it sends it.
@@ -53,6 +53,8 @@ class StepRows:
     lengths: Ints = field(default_factory=lambda: _NONE)
     num_decode: int = 0
     chunks: list[Ints] = field(default_factory=list)  # token ids of the prefill rows
+    num_recalled: int = 0  # so many of these, the last ones, have none: the state behind their slot's last one is kept
+    keeping: list[int] = field(default_factory=list)  # rows whose last token's state is to be kept
     sampling: Ints = field(default_factory=lambda: _NONE)  # [S] the row of each sample, in output order
     behind: Ints = field(default_factory=lambda: _NONE)  # [S] so many tokens before the row's last one it is drawn
     outputs: Ints = field(default_factory=lambda: _NONE)  # [S] its index in the result's token_ids
@@ -65,6 +67,11 @@ class StepRows:
     @property
     def num_rows(self) -> int:
         return len(self.slots)
+
+    @property
+    def num_computed(self) -> int:
+        """Rows with tokens."""
+        return len(self.slots) - self.num_recalled
 
 
 def plan_rows(command: StepCommand, slots: Slots, max_batched_tokens: int) -> StepRows:
@@ -110,6 +117,8 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
     has_room = (slots.remaining[which] > 0).tolist()
     seen = set(rows.output_of_slot)
     added: list[int] = []
+    recalled: list[int] = []
+    num_computed = rows.num_decode + _num_with_tokens(chunks, lagging)
     sampling: list[int] = []
     behind: list[int] = []
     outputs: list[int] = []
@@ -126,9 +135,15 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
             _require_plain(prefill, slots)
         if lagging[index]:
             continue  # a decode row before this one was skipped, so its place is not where the scheduler thinks
-        row = rows.num_decode + len(added)
-        added.append(slot)
-        rows.chunks.append(tokens)
+        if len(tokens):
+            row = rows.num_decode + len(added)
+            added.append(slot)
+            rows.chunks.append(tokens)
+        else:
+            row = num_computed + len(recalled)
+            recalled.append(slot)
+        if prefill.keep_hidden:
+            rows.keeping.append(row)
         if ended[index] or slot in rows.errors:
             continue
         if prefill.sample and has_room[index]:
@@ -140,11 +155,17 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
             outputs += range(output, output + 1 + drafts)
         if prefill.score_from >= 0:
             rows.spans.extend(_span(index, row, prefill, tokens, int(slots.computed[slot])))
-    rows.slots = np.concatenate([rows.slots, np.array(added, dtype=np.int64)])
+    rows.num_recalled = len(recalled)
+    rows.chunks += [_NONE] * len(recalled)
+    rows.slots = np.concatenate([rows.slots, np.array(added + recalled, dtype=np.int64)])
     rows.lengths = np.concatenate([rows.lengths, np.array([len(c) for c in rows.chunks], dtype=np.int64)])
     rows.sampling = np.concatenate([rows.sampling, np.array(sampling, dtype=np.int64)])
     rows.behind = np.concatenate([rows.behind, np.array(behind, dtype=np.int64)])
     rows.outputs = np.concatenate([rows.outputs, np.array(outputs, dtype=np.int64)])
+
+
+def _num_with_tokens(chunks: list[Ints], lagging: list[bool]) -> int:
+    return sum(len(tokens) > 0 and not behind for tokens, behind in zip(chunks, lagging, strict=True))
 
 
 def _require_plain(prefill: PrefillRow, slots: Slots) -> None:
@@ -165,8 +186,10 @@ def _chunks(rows: StepRows, prefills: Sequence[PrefillRow], slots: Slots) -> lis
     for prefill in prefills:
         slots.require_open(prefill.slot)
         size = len(prefill.token_ids)
-        if not size or size % 4:
+        if size % 4:
             raise ProtocolError(f"slot {prefill.slot} has a prefill row of {size} bytes")
+        if not size or prefill.keep_hidden:
+            _require_hidden(prefill, slots)
         ends.append((ends[-1] if ends else 0) + size // 4)
     tokens, vocab = column(b"".join([prefill.token_ids for prefill in prefills])), slots.limits.vocab_size
     strange = (tokens < 0) | (tokens >= vocab)
@@ -181,6 +204,17 @@ def _chunks(rows: StepRows, prefills: Sequence[PrefillRow], slots: Slots) -> lis
             rows.errors[prefill.slot] = detail
         start = end
     return chunks
+
+
+def _require_hidden(prefill: PrefillRow, slots: Slots) -> None:
+    """Raises ProtocolError where no hidden state can be kept or recalled."""
+    slot, keeps, recalls = prefill.slot, prefill.keep_hidden, not prefill.token_ids
+    if not slots.limits.keeps_hidden or keeps == recalls or prefill.drafts:
+        raise ProtocolError(f"slot {slot} has a row of {len(prefill.token_ids)} bytes, and no hidden state to keep")
+    if recalls and not (prefill.sample and prefill.score_from < 0 and prefill.next_token < 0):
+        raise ProtocolError(f"slot {slot} has a row without tokens that does not sample, or is scored")
+    if recalls and not slots.computed[slot]:
+        raise ProtocolError(f"slot {slot} has a row without tokens, and none before it")
 
 
 def _span(index: int, row: int, prefill: PrefillRow, tokens: Ints, start: int) -> list[ScoredSpan]:

@@ -38,6 +38,7 @@ class SlotLimits:
     max_context: int
     vocab_size: int
     max_drafts: int = 0  # most guesses of one row
+    keeps_hidden: bool = False  # hidden states of rows' last tokens, with their pages
 
     @property
     def max_pages(self) -> int:

@@ -107,8 +107,10 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
     log.info(f"KV cache: {pages} pages, {pages * wish.page_size} tokens, {pages * wish.bytes_per_page // MIB} MiB")
     steps_on = graph_device(device)
     graphs = graph_plan.capture(runner, steps_on, pages, wish.page_size, reserved) if steps_on is not None else None
-    drafts = MAX_DRAFTS if model.is_batch_invariant and group is None and steps_on is None else 0
-    limits = SlotLimits(wish.max_slots, pages, wish.page_size, wish.max_context, model.config.vocab_size, drafts)
+    native = model.is_batch_invariant and group is None and steps_on is None
+    drafts = MAX_DRAFTS if native else 0
+    vocab = model.config.vocab_size
+    limits = SlotLimits(wish.max_slots, pages, wish.page_size, wish.max_context, vocab, drafts, native)
     hello = WorkerHello(
         worker_id="",
         incarnation=0,
@@ -120,13 +122,14 @@ def build_engine(config: WorkerConfig) -> BuiltEngine:
         max_batched_tokens=tokens,
         max_context=wish.max_context,
         max_inflight_steps=config.max_inflight_steps,
-        vocab_size=model.config.vocab_size,
+        vocab_size=vocab,
         device=_name_of(device),
         kv_dtype=runner.kv_cache.format,
         kv_layout=KV_LAYOUT,
         kv_bytes_per_page=wish.bytes_per_page * config.tp_size,
         tp_size=config.tp_size,
         max_drafts=drafts,
+        keeps_hidden=native,
     )
     gauges = {
         "weight_bytes": float(weight_bytes),

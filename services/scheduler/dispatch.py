@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+from services.scheduler import recall
 from services.scheduler.inflight import Chunk, InflightStep, StepPlan
 from services.scheduler.metrics import Metrics
 from services.scheduler.seats import Seats
@@ -51,6 +52,8 @@ def record(plan: StepPlan, worker: Worker, seats: Seats, metrics: Metrics, now: 
     worker.next_step_id += 1
     for chunk in plan.chunks:
         _store(chunk, seats, step.step_id)
+        if chunk.keeps_hidden:
+            recall.keep(worker, chunk.request, chunk.end, seats.tree.page_size)
     worker.computed_tokens += plan.prefill_tokens
     metrics.count("steps")
     metrics.count("prefill_steps", any(not chunk.drafts for chunk in plan.chunks))
@@ -75,7 +78,7 @@ def _prefill_row(chunk: Chunk) -> PrefillRow:
         return PrefillRow(chunk.slot, chunk.tokens, chunk.sample, drafts=chunk.drafts)
     token_ids = request.prefill_tokens[4 * chunk.start : 4 * chunk.end]
     if request.prompt_scores_missing >= request.prompt_length:
-        return PrefillRow(chunk.slot, token_ids, chunk.sample)
+        return PrefillRow(chunk.slot, token_ids, chunk.sample, keep_hidden=chunk.keeps_hidden)
     next_is_prompt = chunk.end < request.prompt_length
     # A chunk's first token was scored by the logits before it, in the chunk before.
     first = max(request.prompt_scores_missing, chunk.start + 1 if chunk.start else 0)

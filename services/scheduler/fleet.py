@@ -95,6 +95,7 @@ class Fleet:
         depth = min(message.max_inflight_steps, config.max_inflight_steps or message.max_inflight_steps)
         worker = Worker(identity, message, depth, seats, step_tokens, self._clock.now())
         worker.max_drafts = self._most_drafts(message)
+        worker.keeps_hidden = message.keeps_hidden and not self._config.disable_radix_cache
         self.model = self.model or message
         self.workers[identity] = worker
         self.changed_at = self._clock.now()

@@ -14,7 +14,7 @@ from shared.messages.step import SlotOpen
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Known tokens start .. end - 1 of one request, computed by one step."""
+    """Known tokens start .. end - 1 of one request, computed by one step; none where its last one's state is kept."""
 
     request: Request
     slot: int
@@ -23,6 +23,7 @@ class Chunk:
     sample: bool
     tokens: bytes = b""  # int32; empty: the request's prefill has them
     drafts: int = 0  # so many of `tokens`, the last ones, are guesses
+    keeps_hidden: bool = False  # of its last token
 
     @property
     def num_samples(self) -> int:

@@ -36,6 +36,7 @@ def _check_pages(tree: RadixTree, worker: Worker) -> None:
         owners.update(request.own)
     for pages in worker.quarantine.values():
         owners.update(pages)
+    worker.pool.check()
     wrong = {page: owners[page] for page in range(worker.pool.num_pages) if owners[page] != 1}
     assert not wrong, f"{worker.key}: pages with another number of holders than one: {dict(list(wrong.items())[:8])}"
     assert len(owners) == worker.pool.num_pages, f"{worker.key}: pages outside the pool"

@@ -7,7 +7,10 @@ from collections.abc import Iterable
 
 
 class PagePool:
-    """Page ids 0 .. num_pages - 1; each is free or somebody's."""
+    """Page ids 0 .. num_pages - 1; each is free or somebody's.
+
+    `hidden`: pages with which the worker keeps a token's hidden state, and how many of the page's tokens end with it.
+    """
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 0:
@@ -16,6 +19,7 @@ class PagePool:
         # A stack that hands out ascending ids first: neighbours in a page table are neighbours in memory.
         self._stack = list(range(num_pages - 1, -1, -1))
         self._is_free = bytearray(b"\x01" * num_pages)
+        self.hidden: dict[int, int] = {}
 
     @property
     def free(self) -> int:
@@ -57,11 +61,18 @@ class PagePool:
             raise ValueError(f"pages {twice[:8]} are named twice")
         for page in returned:
             self._is_free[page] = 1
+            self.hidden.pop(page, None)
         returned.reverse()
         self._stack += returned
 
+    def copied(self, source: int, target: int, num_tokens: int) -> None:
+        """The worker copies a page, of which `num_tokens` tokens count, and with it the state it keeps."""
+        if 0 < self.hidden.get(source, 0) <= num_tokens:
+            self.hidden[target] = self.hidden[source]
+
     def check(self) -> None:
-        """AssertionError where the stack and the flags disagree."""
+        """AssertionError where the stack and the flags disagree, or a state is kept with a page of nobody."""
+        assert not any(self._is_free[page] for page in self.hidden), "a free page has a hidden state"
         assert len(self._stack) == sum(self._is_free), "the number of free pages is wrong"
         assert all(self._is_free[page] for page in self._stack), "a held page is on the stack"
         assert len(set(self._stack)) == len(self._stack), "a page is on the stack twice"

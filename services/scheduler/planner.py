@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import structlog
 
+from services.scheduler import recall
 from services.scheduler.drafting import Drafting
 from services.scheduler.groups import REFRESH_STEPS, REFRESH_STEPS_OF_GUESSES, refresh
 from services.scheduler.inflight import Chunk, StepPlan
@@ -148,7 +149,9 @@ class Planner:
         if request.prompt_scores_missing < request.prompt_length and start < request.prompt_length:
             end = min(end, request.prompt_length)  # a scored row holds no output tokens
         last = end == request.prefill_end
-        plan.chunks.append(Chunk(request, request.slot, start, end, sample=last and request.max_tokens > 0))
+        samples = last and request.max_tokens > 0
+        keeps = samples and start < end and recall.serves(worker, request)
+        plan.chunks.append(Chunk(request, request.slot, start, end, samples, keeps_hidden=keeps))
         plan.budget -= end - start
         plan.prefill_tokens += end - start
         request.dispatched = end
@@ -179,7 +182,7 @@ class Planner:
         """Seat one request. False: nobody behind it may be seated in this step either."""
         if still_blocked(request, worker) or (request.guide is not None and request.guide.filling):
             return True  # a job of a lost worker may still hold its state
-        match = self._tree.match(request.namespace, request.tokens(0, request.match_limit()))
+        match = recall.match(self._tree, worker, request)
         if self._waits_for_prefix(plan, worker, request, match.num_tokens(worker.key)):
             return True
         hit = match.hits.get(worker.key)
@@ -188,7 +191,7 @@ class Planner:
             return False
         if not self._split and plan.prefill_tokens and request.known - match.num_tokens(worker.key) > plan.budget:
             return False
-        lease = self._tree.acquire(match, worker.key)
+        lease = recall.acquire(self._tree, match, worker, request)
         pages = self._pages_beyond(lease, worker, wanted)
         if pages is None:
             self._tree.release(lease)
@@ -210,9 +213,10 @@ class Planner:
         return self._seats.take_pages(worker, wanted - lease.num_pages)
 
     def _open(self, plan: StepPlan, worker: Worker, request: Request, lease: Lease, pages: list[int]) -> None:
-        num_computed = lease.num_tokens + lease.copy_tokens
+        num_computed = recall.leased(lease)
         if lease.copy_tokens:
             plan.copies.extend((lease.copy_source, pages[0]))
+            worker.pool.copied(lease.copy_source, pages[0], lease.copy_tokens)
         self._seats.take(worker, request, lease, pages, num_computed)
         plan.opens.append(
             SlotOpen(

@@ -65,6 +65,7 @@ class Worker:
         self.decoding: list[Request] | None = None  # None: to be collected again; the list itself never changes
         self.decode_slots = b""
         self.max_drafts = 0  # most guesses of one row
+        self.keeps_hidden = False  # states of prompts' last tokens, in `pool.hidden`
         self.drafting: dict[int, int] = {}  # by slot: guesses its request sends in the step planned last
         self.cost = StepCost()
         self.groups = SharedGroups()  # among `grouped`, the decode rows they were found in

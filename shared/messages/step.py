@@ -40,6 +40,7 @@ class WorkerHello(Message, frozen=True, tag=30):
     host_pages: int = 0  # pages its cache tiers hold beyond the device
     disk_pages: int = 0
     max_drafts: int = 0  # most guesses of one PrefillRow
+    keeps_hidden: bool = False  # takes `keep_hidden` and rows without tokens
 
 
 class WorkerWelcome(Message, frozen=True, tag=31):
@@ -81,6 +82,10 @@ class PrefillRow(Message, frozen=True):
     Its last `drafts` tokens may be guesses of what will be sampled: then it samples after the last known token and
     after each guess, and what comes after a guess counts only where the sample before it is that guess. The slot has
     then computed the known tokens and the right guesses. Not for slots with scores or penalties.
+
+    `keep_hidden`: the hidden state behind its last token, from which the next token's logits follow, is kept with the
+    page of that token, one for each page, and copied with it. A row without tokens computes nothing: it samples from
+    the state that is kept with the page of the slot's last computed token, which must be that token's.
     """
 
     slot: int
@@ -89,6 +94,7 @@ class PrefillRow(Message, frozen=True):
     score_from: int = -1  # score this row's tokens from this index (absolute position); -1: none
     next_token: int = -1  # the token after this chunk: its score comes from this chunk's last logits
     drafts: int = 0
+    keep_hidden: bool = False
 
 
 class StepCommand(Message, frozen=True, tag=33):

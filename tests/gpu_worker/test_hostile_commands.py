@@ -83,6 +83,7 @@ prefills = st.builds(
     score_from=st.one_of(st.just(-1), wide),
     next_token=st.one_of(st.just(-1), wide),
     drafts=st.one_of(st.sampled_from([0, 0, 1, 2]), wide),
+    keep_hidden=st.booleans(),
 )
 commands = st.fixed_dictionaries(
     {},
@@ -106,7 +107,14 @@ class Watched:
     """A bench whose model looks at every index before it uses one."""
 
     def __init__(self, *, pipelined: bool) -> None:
-        self.bench = Bench(slots=SLOTS, pages=PAGES, context=CONTEXT, max_tokens=MOST, drafts=0 if pipelined else 3)
+        self.bench = Bench(
+            slots=SLOTS,
+            pages=PAGES,
+            context=CONTEXT,
+            max_tokens=MOST,
+            drafts=0 if pipelined else 3,
+            keeps_hidden=not pipelined,
+        )
         whole = self.bench.whole  # whatever the switch of `cuda.start` says
         self.engine = PipelinedEngine(whole, HostDevice()) if pipelined else whole
         self.bench.engine = self.engine  # type: ignore[assignment]
@@ -121,8 +129,12 @@ class Watched:
         within(batch.page_tables, PAGES)
         within(batch.kv_lengths - 1, CONTEXT)
         within(batch.logit_rows, batch.num_tokens)
+        if batch.hidden is not None:
+            within(batch.hidden.pages, PAGES)
+            within(batch.hidden.kept_pages, PAGES)
+            within(batch.hidden.kept, batch.num_tokens)
         assert batch.num_tokens <= MOST
-        assert int(batch.kv_lengths.max()) <= batch.page_tables.shape[1] * size
+        assert not batch.num_rows or int(batch.kv_lengths.max()) <= batch.page_tables.shape[1] * size
         assert batch.qo_indptr[0] == 0
         assert batch.qo_indptr[-1] == batch.num_tokens
         assert (batch.qo_indptr.diff() > 0).all()

@@ -37,13 +37,16 @@ def toy_greedy(prompt: list[int], count: int) -> list[int]:
 
 
 class ToyRunner:
-    """Keeps each token's id in the cache as its K; logits come only from what the row's pages hold."""
+    """Keeps each token's id in the cache as its K; logits come only from what the row's pages hold.
+
+    What it keeps as a hidden state are the logits.
+    """
 
     kv_bytes_read = 0
     blocks = None
 
-    def __init__(self, num_pages: int, page_size: int = PAGE, vocab: int = VOCAB) -> None:
-        self.kv_cache = KVCache(1, num_pages, page_size, 1, 1, torch.float32, CPU)
+    def __init__(self, num_pages: int, page_size: int = PAGE, vocab: int = VOCAB, keeps_hidden: bool = False) -> None:
+        self.kv_cache = KVCache(1, num_pages, page_size, 1, 1, torch.float32, CPU, hidden=vocab if keeps_hidden else 0)
         self.vocab = vocab
         self.batches: list[ForwardBatch] = []
         self.broken_tokens: set[int] = set()  # rows that end in one of these have NaN logits
@@ -57,8 +60,11 @@ class ToyRunner:
         keys = self.kv_cache.layers[0][:, 0, 0, :, 0]
         keys[batch.kv_slots // size, batch.kv_slots % size] = batch.token_ids.float()
         rows = torch.repeat_interleave(torch.arange(batch.num_rows), batch.qo_indptr.diff().long())
-        out = [self._row(batch, keys, int(rows[t]), int(batch.positions[t])) for t in batch.logit_rows.tolist()]
-        return torch.from_numpy(np.stack(out)) if out else torch.zeros(0, self.vocab)
+        wanted, hidden = batch.logit_rows.tolist(), batch.hidden
+        wanted += hidden.kept.tolist() if hidden else []
+        out = [self._row(batch, keys, int(rows[t]), int(batch.positions[t])) for t in wanted]
+        logits = torch.from_numpy(np.stack(out)) if out else torch.zeros(0, self.vocab)
+        return hidden.exchange(logits) if hidden else logits
 
     def _row(self, batch: ForwardBatch, keys: torch.Tensor, row: int, position: int) -> np.ndarray:
         pages = batch.page_tables[row, : position // self.kv_cache.page_size + 1].long()
@@ -94,9 +100,10 @@ class Bench(Steps):
         max_tokens: int = 64,
         vocab: int = VOCAB,
         drafts: int = 0,
+        keeps_hidden: bool = False,
     ) -> None:
-        self.runner = ToyRunner(pages, vocab=vocab)
-        self.limits = SlotLimits(slots, pages, PAGE, context, vocab, drafts)
+        self.runner = ToyRunner(pages, vocab=vocab, keeps_hidden=keeps_hidden)
+        self.limits = SlotLimits(slots, pages, PAGE, context, vocab, drafts, keeps_hidden)
         self.whole = Engine(self.runner, self.limits, max_tokens, CPU)
         # In one piece; in two halves where the tests are run with the switch of `cuda.start`.
         super().__init__(split(self.whole, graph_device(CPU)))

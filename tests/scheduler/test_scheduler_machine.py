@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         moving=st.booleans(),
         tiers=st.sampled_from([(0, 0), (0, 0), (3, 0), (40, 0), (0, 30), (6, 20)]),
         drafts=st.sampled_from([0, 0, 3, 20]),
+        recalls=st.booleans(),
     )
     def start(
         self,
@@ -53,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         moving: bool,
         tiers: tuple[int, int],
         drafts: int,
+        recalls: bool,
     ) -> None:
         self.moving, self.drafts = moving, drafts
         hello = {
@@ -60,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             "host_pages": tiers[0] if moving else 0,
             "disk_pages": tiers[1] if moving else 0,
             "max_drafts": drafts,
+            "keeps_hidden": recalls,
             "page_size": page_size,
             "num_pages": tokens_in_pool // page_size,
             "max_inflight_steps": depth,
@@ -95,6 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         family=st.integers(0, 2),
         shared=st.integers(1, 90),
         own=st.integers(0, 20),
+        again=st.booleans(),
         max_tokens=st.sampled_from([0, 1, 2, 7, 17, 40]),
         priority=st.sampled_from([0, 0, 0, 1]),
         namespace=st.sampled_from([b"", b"", b"other"]),
@@ -103,8 +107,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         logprobs=st.sampled_from([-1, -1, 0, 2]),
         group=st.sampled_from(["", "g"]),
     )
-    def submit(self, family: int, shared: int, own: int, max_tokens: int, stops: bool, **fields: Any) -> None:
-        prompt = FAMILIES[family][:shared] + tokens(own, seed=self.next_id)
+    def submit(
+        self, family: int, shared: int, own: int, again: bool, max_tokens: int, stops: bool, **fields: Any
+    ) -> None:
+        prompt = FAMILIES[family][:shared] + tokens(own, seed=3 if again else self.next_id)
         self.next_id += 1
         answer = generate(prompt, max_tokens)
         stop_ids = (answer[2 * len(answer) // 3],) if stops and answer else ()

@@ -170,19 +170,32 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> torch.Tensor:
         """fp32 logits [len(batch.logit_rows), vocab]; of a group only rank 0 has them all."""
-        attention.plan(batch)
         self.blocks = None
-        x = F.embedding(batch.token_ids, self.embedding)
-        if self._native is not None and self._native.takes(batch.num_tokens):
-            x = self._native.layers(x, self._rotary.halves(batch.positions), batch.logit_rows, attention)
-            logits, self.blocks = self._native.logits(x, batch.scales)
-            return logits
-        normed, x = self._layer_by_layer(x, batch, attention)
+        wanted, hidden = batch.logit_rows, batch.hidden
+        if hidden is not None and len(hidden.kept):
+            wanted = torch.cat([wanted, hidden.kept])
+        normed, x = self._states(batch, wanted, attention)
+        if hidden is not None:
+            normed, x = None, hidden.exchange(x)
         if self._native is not None and self._native.takes(x.shape[0]):
             logits, self.blocks = self._native.logits(x, batch.scales)
             return logits
+        if normed is None:
+            normed = rms_norm(x, self.final_norm, self.config.norm_eps)
         logits = self.head(normed).float()
         return logits if self._group is None else self._gather(logits, self._group)
+
+    def _states(
+        self, batch: ForwardBatch, wanted: torch.Tensor, attention: AttentionBackend
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """What is behind the last layer for tokens `wanted` [L]: normalised, where that comes with it, and as it is."""
+        x = F.embedding(batch.token_ids, self.embedding)
+        if not batch.num_tokens:
+            return None, x
+        attention.plan(batch)
+        if self._native is not None and self._native.takes(batch.num_tokens):
+            return None, self._native.layers(x, self._rotary.halves(batch.positions), wanted, attention)
+        return self._layer_by_layer(x, batch, wanted, attention)
 
     def _gather(self, logits: torch.Tensor, group: TensorGroup) -> torch.Tensor:
         """This rank's columns -> all of them on rank 0."""
@@ -191,14 +204,14 @@ class Decoder:
         return logits if whole is None else whole[:, : self.config.vocab_size].contiguous()
 
     def _layer_by_layer(
-        self, x: torch.Tensor, batch: ForwardBatch, attention: AttentionBackend
+        self, x: torch.Tensor, batch: ForwardBatch, wanted: torch.Tensor, attention: AttentionBackend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden] -> the rows whose logits are wanted, [L, hidden], first normalised, then as they are."""
+        """[T, hidden] -> the rows that are wanted, [L, hidden], first normalised, then as they are."""
         rope = self._rotary.tables(batch.positions)
         normed = rms_norm(x, self.layers[0].input_norm, self.config.norm_eps)
         for layer, following in itertools.pairwise(self.layers):
             normed, x = layer.forward(normed, x, rope, attention, following.input_norm, None)
-        return self.layers[-1].forward(normed, x, rope, attention, self.final_norm, batch.logit_rows)
+        return self.layers[-1].forward(normed, x, rope, attention, self.final_norm, wanted)
 
     def targets(self, names: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Every tensor a checkpoint must have, by its name there, as the place it belongs in.
