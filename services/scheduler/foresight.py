@@ -6,6 +6,10 @@ answer to the same text, that answer.
 
     own text    a b c d e f . . . b c d          the last tokens b c d stood before, so guess e f ...
                       ^ at
+
+A text that repeats itself but for a word, a number that counts or a name that was changed, goes on behind it as before:
+
+    own text    a b c d e f . . . a b x          c was guessed, and a b had been right: go on with d e f ...
 """
 
 from __future__ import annotations
@@ -17,6 +21,10 @@ from services.scheduler.odds import Odds, Record
 
 LONGEST_CONTEXT = 4
 """Tokens that are looked for; fewer where so many did not stand before."""
+LOYAL = 3
+"""Right guesses in a row after which a single wrong one is taken for a changed word."""
+FOUND = 2
+"""Tokens that must have stood before to begin from there instead."""
 WINDOW = 4096 * TOKEN_BYTES
 """How far back they are looked for."""
 
@@ -67,12 +75,26 @@ class Foresight:
                 hit = self._source[self._at : self._at + TOKEN_BYTES] == packed
                 self._record.count(hit=hit)
                 self._odds.count(self.streak, hit=hit)
-                self.streak += 1
-                self._at = self._at + TOKEN_BYTES if hit else -1
-            text += packed
-            if self._at >= len(self._source):
-                self._at = -1
-        if self._at < 0:
+                text += packed
+                self._go_on(hit=hit)
+            else:
+                text += packed
+                self._look()
+
+    def _go_on(self, *, hit: bool) -> None:
+        """One guess further, which was right or not."""
+        behind = self._at + TOKEN_BYTES
+        if hit:
+            self.streak += 1
+            self._at = behind
+            if behind >= len(self._source):
+                self._look()
+        elif self._source is self._text and self.streak >= LOYAL:
+            streak = self.streak // 2
+            self._look(FOUND)
+            if self._at < 0:
+                self._at, self.streak = behind, streak
+        else:
             self._look()
 
     def follow(self, tokens: bytes) -> None:
@@ -96,13 +118,13 @@ class Foresight:
             found *= -(-size // len(found))
         return found[:size]
 
-    def _look(self) -> None:
-        """Find the last place where the text's last tokens stood before."""
+    def _look(self, least: int = 1) -> None:
+        """Find the last place where the text's last tokens stood before, `least` of them."""
         text = self._text
         self._source, self._odds = text, self._own
         end = len(text)
         start = max(0, end - WINDOW)
-        for length in range(LONGEST_CONTEXT, 0, -1):
+        for length in range(LONGEST_CONTEXT, least - 1, -1):
             size = length * TOKEN_BYTES
             if end - start <= size:
                 continue

@@ -52,7 +52,9 @@ def test_learning_in_pieces_is_learning_at_once(text: list[int], more: list[int]
     for token in more:
         pieces.learn([token])
     assert whole.text() == pieces.text() == ints.pack(text + more)
-    assert not whole.guesses or len(guesses(whole, 5)) == 5
+    assert whole.guesses == pieces.guesses
+    assert guesses(whole, 5) == guesses(pieces, 5)
+    assert whole.streak == pieces.streak
 
 
 def test_a_loop_is_guessed_with_growing_confidence() -> None:
@@ -65,8 +67,36 @@ def test_a_loop_is_guessed_with_growing_confidence() -> None:
     assert source.worth(99, 0.3)[1] > first[1]
 
 
+def test_a_changed_word_is_passed_over() -> None:
+    source = foresight([1, 2, 3, 4, 5, 6, 1, 2])
+    source.learn([3, 50])  # 4 was guessed
+    assert guesses(source, 2) == [5, 6]
+    assert source.streak == 1
+    source.learn([60])
+    assert not source.guesses, "a second one is no changed word"
+
+
+def test_what_stood_before_goes_before_what_a_changed_word_hides() -> None:
+    source = foresight([7, 8, 9, 0, 1, 2, 3, 7, 5, 1, 2, 3])
+    assert guesses(source, 1) == [7]
+    source.learn([7])
+    source.learn([8])  # 5 was guessed, but 7 8 stood before
+    assert guesses(source, 2) == [9, 0]
+
+
+def test_a_counting_list_costs_one_wrong_guess_a_line() -> None:
+    line = [10, 11, 12, 13, 14]
+    source = foresight([*line, 100, *line, 101, *line])
+    wrong = 0
+    for number in range(102, 130):
+        for token in (number, *line):
+            wrong += guesses(source, 1) != [token]
+            source.learn([token])
+    assert wrong == 28
+
+
 def test_a_wrong_guess_is_given_up() -> None:
-    source = foresight([1, 2, 3, 9, 1, 2, 3])
+    source = foresight([1, 2, 9, 1, 2])
     assert guesses(source, 1) == [9]
     source.learn([7])
     assert not source.guesses
