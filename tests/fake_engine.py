@@ -55,6 +55,8 @@ class FakeEngine:
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _cells: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)  # page -> (position, token, hash)
     recalls: int = 0  # rows without tokens
+    expected: int = 0  # rows that were planned ahead, with guesses
+    disappointed: int = 0  # those of them whose slot stood elsewhere
     _hidden: dict[int, tuple[int, int]] = field(default_factory=dict)  # page -> (position behind its token, hash)
     _masks: dict[int, list[bytes]] = field(default_factory=dict)  # of this step, by slot: one for each sample
     _users: dict[int, int] = field(default_factory=dict)  # page -> open slots with it in their table
@@ -253,6 +255,14 @@ class FakeEngine:
         errors: list[RowError],
     ) -> None:
         seat = self._seat(row.slot)
+        if row.start >= 0 and self._disappoints(seat, row):
+            tokens_before = len(tokens)
+            if seat.ended:
+                tokens.append(-1)
+            else:
+                self._decode(row.slot, tokens, scores, errors)
+            tokens.extend([-1] * (1 + row.drafts - (len(tokens) - tokens_before)))
+            return
         known = ints.unpack(row.token_ids).tolist()
         if not known:
             self._recall(row, seat)
@@ -278,6 +288,16 @@ class FakeEngine:
             self._sample_with(guesses, row.slot, seat, tokens, errors)
         elif row.sample:
             self._sample(row.slot, seat, tokens, scores, errors)
+
+    def _disappoints(self, seat: _Slot, row: PrefillRow) -> bool:
+        """Whether the slot has ended, stands elsewhere, or has sampled something else than was expected."""
+        fits = row.sample and not row.keep_hidden and len(row.token_ids) == 4 * (1 + row.drafts)
+        self._check(fits and row.drafts <= self.hello.max_drafts, "an expected sample in a row that cannot have one")
+        self._check(seat.ended or seat.last >= 0, f"slot {row.slot} was expected to have sampled")
+        disappoints = seat.ended or seat.length != row.start or seat.last != ints.unpack(row.token_ids)[0]
+        self.expected += 1
+        self.disappointed += disappoints
+        return disappoints
 
     def _recall(self, row: PrefillRow, seat: _Slot) -> None:
         """A row without tokens samples from what was kept of just the tokens that the slot has."""

@@ -113,8 +113,9 @@ def _running(decode: Ints, slots: Slots) -> Ints:
 def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
     chunks = _chunks(rows, command.prefills, slots)
     which = np.array([prefill.slot for prefill in command.prefills], dtype=np.int64)
-    lagging, ended = slots.lagging[which].tolist(), slots.ended[which].tolist()
-    has_room = (slots.remaining[which] > 0).tolist()
+    ended, has_room = slots.ended[which].tolist(), (slots.remaining[which] > 0).tolist()
+    disappointed = _compare(command.prefills, chunks, slots)
+    lagging = slots.lagging[which].tolist()
     seen = set(rows.output_of_slot)
     added: list[int] = []
     recalled: list[int] = []
@@ -133,6 +134,8 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
             rows.num_outputs += 1 + drafts
         if drafts:
             _require_plain(prefill, slots)
+        if index in disappointed:
+            drafts = 0
         if lagging[index]:
             continue  # a decode row before this one was skipped, so its place is not where the scheduler thinks
         if len(tokens):
@@ -147,9 +150,9 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
         if ended[index] or slot in rows.errors:
             continue
         if prefill.sample and has_room[index]:
-            if drafts:
-                outs = slice(output, output + 1 + drafts)
-                rows.drafts.append(DraftRow(slot, rows.num_decode + len(sampling), tokens[-drafts:].tolist(), outs))
+            if prefill.drafts:
+                outs, guesses = slice(output, output + 1 + drafts), tokens[len(tokens) - drafts :].tolist()
+                rows.drafts.append(DraftRow(slot, rows.num_decode + len(sampling), guesses, outs))
             sampling += [row] * (1 + drafts)
             behind += range(drafts, -1, -1)
             outputs += range(output, output + 1 + drafts)
@@ -162,6 +165,28 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
     rows.sampling = np.concatenate([rows.sampling, np.array(sampling, dtype=np.int64)])
     rows.behind = np.concatenate([rows.behind, np.array(behind, dtype=np.int64)])
     rows.outputs = np.concatenate([rows.outputs, np.array(outputs, dtype=np.int64)])
+
+
+def _compare(prefills: Sequence[PrefillRow], chunks: list[Ints], slots: Slots) -> set[int]:
+    """Rows whose slot was expected to stand elsewhere, or to have sampled something else: they become decode rows.
+
+    Slots that have ended are lagging from then on. Raises ProtocolError.
+    """
+    disappointed: set[int] = set()
+    for index, (prefill, tokens) in enumerate(zip(prefills, chunks, strict=True)):
+        if prefill.start < 0:
+            continue
+        slot, last = prefill.slot, int(slots.last_token[prefill.slot])
+        if len(tokens) != 1 + prefill.drafts or not prefill.sample or prefill.keep_hidden or prefill.score_from >= 0:
+            raise ProtocolError(f"slot {slot} has an expected sample in a row that cannot have one")
+        if last < 0 and not slots.ended[slot]:
+            raise ProtocolError(f"slot {slot} has sampled nothing yet, where a sample was expected")
+        if slots.ended[slot] or slots.remaining[slot] <= 0:
+            slots.lagging[slot] = True
+        elif last != tokens[0] or slots.computed[slot] != prefill.start:
+            chunks[index] = np.array([last], dtype=np.int64)
+            disappointed.add(index)
+    return disappointed
 
 
 def _num_with_tokens(chunks: list[Ints], lagging: list[bool]) -> int:

@@ -57,7 +57,6 @@ def record(plan: StepPlan, worker: Worker, seats: Seats, metrics: Metrics, now: 
     worker.computed_tokens += plan.prefill_tokens
     metrics.count("steps")
     metrics.count("prefill_steps", any(not chunk.drafts for chunk in plan.chunks))
-    metrics.count("draft_tokens", sum(chunk.drafts for chunk in plan.chunks))
 
 
 def _store(chunk: Chunk, seats: Seats, step_id: int) -> None:
@@ -75,7 +74,8 @@ def _store(chunk: Chunk, seats: Seats, step_id: int) -> None:
 def _prefill_row(chunk: Chunk) -> PrefillRow:
     request = chunk.request
     if chunk.tokens:
-        return PrefillRow(chunk.slot, chunk.tokens, chunk.sample, drafts=chunk.drafts)
+        start = chunk.start if chunk.ahead is not None else -1
+        return PrefillRow(chunk.slot, chunk.tokens, chunk.sample, drafts=chunk.drafts, start=start)
     token_ids = request.prefill_tokens[4 * chunk.start : 4 * chunk.end]
     if request.prompt_scores_missing >= request.prompt_length:
         return PrefillRow(chunk.slot, token_ids, chunk.sample, keep_hidden=chunk.keeps_hidden)

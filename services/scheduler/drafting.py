@@ -7,8 +7,14 @@ A guess that fits is the very token that would have been sampled one step later,
 position and logits, and logits do not depend on the rows beside them; so answers are the same with and without.
 
 A request is guessed on from its last settled token. So where guesses are worth more than the pause between two steps,
-the next step is planned only once the result of the one before is there. Leaves guessing to foresight, under a grammar
-to habits.
+the next step is planned only once the result of the one before is there. Or it is planned ahead, as if all guesses came
+true: where a row's did not, its next one is a decode row. That costs what might have been guessed behind a miss: little
+where many rows decode and each one more is dear.
+
+    step t      [last token, guess 1, guess 2]                       guess 3 is expected behind them
+    step t + 1  [guess 3, guess 4, guess 5]   where that is what t samples; else [what t has sampled]
+
+Leaves guessing to foresight, under a grammar to habits.
 """
 
 from __future__ import annotations
@@ -19,7 +25,8 @@ from dataclasses import dataclass
 from services.scheduler.foresight import Foresight
 from services.scheduler.guide import Guide
 from services.scheduler.habits import CaseOdds, FormForesight, Habits
-from services.scheduler.inflight import Chunk, InflightStep, StepPlan
+from services.scheduler.inflight import Ahead, Chunk, InflightStep, StepPlan
+from services.scheduler.node import TOKEN_BYTES
 from services.scheduler.odds import Odds
 from services.scheduler.pace import PAUSE_MS
 from services.scheduler.radix_tree import RadixTree
@@ -34,6 +41,10 @@ MOST_ROWS = 192
 """Larger steps are prefills, whose rows cost something else."""
 FORESEEN = 512
 """Tokens of an answer in the tree that are taken at once."""
+AHEAD_COSTS = 0.3
+"""Share of a step that planning it ahead costs where rows are free,"""
+AHEAD_IS_FREE = 0.125
+"""and none where one row costs so much of a token: behind a miss no guess is worth that."""
 PASSES = 2
 """Prices are found by turns with what they let through."""
 
@@ -90,23 +101,37 @@ class Drafting:
 
     def measured(self, worker: Worker, step: InflightStep, result: StepResult) -> None:
         """A step's result is in."""
-        rows = len(step.decode) + sum(chunk.end - chunk.start for chunk in step.chunks)
+        rows = step.num_tokens
         if worker.max_drafts and 0 < rows <= MOST_ROWS and result.forward_ms > 0:
             worker.cost.observe(rows, result.forward_ms)
 
     def holds(self, worker: Worker) -> bool:
         """Whether the next step waits for the results of those in flight: then it carries guesses."""
-        if worker.drafting:
+        if worker.drafting and (len(worker.inflight) > 1 or not worker.guided.keys().isdisjoint(worker.drafting)):
             return True  # where the next row begins, only their result says
         if not worker.max_drafts or not worker.cost.known:
             return False
+        if worker.held_step == worker.next_step_id:
+            return True
+        if self._should_wait(worker):
+            worker.held_step = worker.next_step_id
+            return True
+        return False
+
+    def _should_wait(self, worker: Worker) -> bool:
+        """Whether guesses bring more than the pause, and more than those that are planned ahead."""
         rows = [request for request in worker.running.values() if request.dispatched >= request.prefill_end]
         if not rows:
             return False
         fixed, each = worker.cost.parts()
         pace = len(rows) / (fixed + each * len(rows))
-        gain = sum(worth.gain for worth in self._weigh(worker, rows, pace * each))
-        return gain + sum(gain for _, _, gain in self._weigh_guided(worker, pace, each)) > pace * PAUSE_MS
+        worths = self._weigh(worker, rows, pace * each, ahead=False)
+        guided = sum(gain for _, _, gain in self._weigh_guided(worker, pace, each))
+        if guided + sum(worth.gain for worth in worths) <= pace * PAUSE_MS:
+            return False
+        size = len(rows) + sum(worth.count for worth in worths)
+        costs = AHEAD_COSTS * (1 - pace * each / AHEAD_IS_FREE) * (fixed + each * size)
+        return guided > pace * PAUSE_MS or costs > PAUSE_MS
 
     def choose(self, worker: Worker) -> list[Request]:
         """Those that send guesses in the next step, and how many; they take no decode row in it."""
@@ -121,10 +146,10 @@ class Drafting:
         weighed: list[Worth] = []
         for _ in range(PASSES):
             # A row's price is what its time brings in such a step, guesses included.
-            weighed = self._weigh(worker, rows, each * tokens / (fixed + each * size)) if size else []
+            weighed = self._weigh(worker, rows, each * tokens / (fixed + each * size), ahead=True) if size else []
             tokens = len(rows) + sum(worth.tokens for worth in weighed)
             size = len(rows) + sum(worth.count for worth in weighed)
-        chosen = [worth for worth in weighed if worth.count and not worth.request.inflight_rows]
+        chosen = [worth for worth in weighed if worth.count and worth.request.inflight_rows <= 1]
         if chosen:
             worker.drafting.update((worth.request.slot, worth.count) for worth in chosen)
             worker.decoding = None
@@ -169,28 +194,41 @@ class Drafting:
                 self._add_row(plan, worker, request, min(worker.drafting[request.slot], plan.guesses))
 
     def _add_row(self, plan: StepPlan, worker: Worker, request: Request, count: int) -> None:
-        foresight, start = request.foresight, request.dispatched
+        foresight, start, behind = request.foresight, request.dispatched, _behind(request)
         assert foresight is not None
-        assert start == request.known - 1, f"{request.request_id} guesses from {start} of {request.known} tokens"
+        assert start == request.known - 1 + behind, f"{request.request_id} guesses from {start}, {request.known} known"
         plan.add_pages(request.slot, self._seats.grow(worker, request, start + 1 + count))
         count = min(count, request.capacity - start - 1)
-        tokens = request.tokens(start, start + 1) + foresight.guess(count)
+        tokens = foresight.guess(behind + count)
+        if behind:
+            tokens = tokens[TOKEN_BYTES * (behind - 1) :]
+            request.ahead = Ahead(start, int.from_bytes(tokens[:TOKEN_BYTES], "little"))
+        else:
+            tokens = request.tokens(start, start + 1) + tokens
+        request.guessed = tokens[TOKEN_BYTES:]
         end = start + 1 + count
-        plan.chunks.append(Chunk(request, request.slot, start, end, sample=True, tokens=tokens, drafts=count))
+        plan.chunks.append(Chunk(request, request.slot, start, end, True, tokens, count, ahead=request.ahead))
         plan.budget -= 1 + count
         plan.guesses -= count
         request.dispatched = end
         request.inflight_rows += 1
 
-    def _weigh(self, worker: Worker, rows: list[Request], price: float) -> list[Worth]:
-        """What guesses of those that may guess bring where one row more costs as much as `price` tokens."""
+    def _weigh(self, worker: Worker, rows: list[Request], price: float, *, ahead: bool) -> list[Worth]:
+        """What guesses of those that may guess bring where one row more costs as much as `price` tokens.
+
+        `ahead`: behind what is in flight of them.
+        """
         found = []
         for request in rows:
             foresight = request.foresight
             if foresight is not None:
-                self._ask_tree(worker, request, foresight)
-                most = max(min(worker.max_drafts, request.row_end - request.known), 0)
-                count, gain = foresight.worth(most, price)
+                behind = _behind(request) if ahead else 0
+                if not request.guessed:
+                    self._ask_tree(worker, request, foresight)
+                elif behind and foresight.guess(behind - 1) != request.guessed:
+                    continue  # it guesses something else by now
+                most = max(min(worker.max_drafts, request.row_end - request.known - behind), 0)
+                count, gain = foresight.worth(most, price, behind)
                 found.append(Worth(request, count, gain, gain + count * price))
         return found
 
@@ -204,6 +242,11 @@ class Drafting:
         answer = self._tree.foresee(request.namespace, foresight.text(), worker.key, limit)
         if answer:
             foresight.follow(answer)
+
+
+def _behind(request: Request) -> int:
+    """Samples of its row in flight if all its guesses come true: then its next row begins with the last of them."""
+    return 1 + len(request.guessed) // TOKEN_BYTES if request.inflight_rows else 0
 
 
 def _may_guess(request: Request) -> bool:

@@ -102,13 +102,13 @@ class Foresight:
         self._source, self._at, self._odds = tokens, 0, self._known
         self.streak = 1
 
-    def worth(self, most: int, price: float) -> tuple[int, float]:
-        """As Odds.worth for the guesses there are."""
+    def worth(self, most: int, price: float, behind: int = 0) -> tuple[int, float]:
+        """As Odds.worth for the guesses there are; `behind`: for those behind so many, once these have come true."""
         if self._at < 0:
             return 0, 0.0
         if self._source is not self._text:
-            most = min(most, (len(self._source) - self._at) // TOKEN_BYTES)
-        return self._odds.worth(self.streak, most, price, self._record)
+            most = min(most, (len(self._source) - self._at) // TOKEN_BYTES - behind)
+        return self._odds.worth(self.streak + behind, most, price, self._record)
 
     def guess(self, count: int) -> bytes:
         """The next `count` guesses, int32 each. Where its own text ends, it goes on with the guesses themselves."""

@@ -12,6 +12,15 @@ from shared import ints
 from shared.messages.step import SlotOpen
 
 
+@dataclass(slots=True)
+class Ahead:
+    """What a row that was planned ahead expects of the one before: its last sample, and where that stands."""
+
+    start: int
+    token: int
+    failed: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Known tokens start .. end - 1 of one request, computed by one step; none where its last one's state is kept."""
@@ -24,6 +33,12 @@ class Chunk:
     tokens: bytes = b""  # int32; empty: the request's prefill has them
     drafts: int = 0  # so many of `tokens`, the last ones, are guesses
     keeps_hidden: bool = False  # of its last token
+    ahead: Ahead | None = None
+
+    @property
+    def size(self) -> int:
+        """Tokens its row has; known once the result before is."""
+        return 1 if self.ahead is not None and self.ahead.failed else self.end - self.start
 
     @property
     def num_samples(self) -> int:
@@ -102,6 +117,10 @@ class InflightStep:
     num_samples: int
     masked: list[Masked] = field(default_factory=list)
     masked_slots: bytes = b""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode) + sum(chunk.size for chunk in self.chunks)
 
     def rows(self) -> Iterator[Request]:
         """The request of every row; one may have several over steps, one in each."""

@@ -15,6 +15,7 @@ from shared.messages.stream import Finish, Scores
 if TYPE_CHECKING:
     from services.scheduler.foresight import Foresight
     from services.scheduler.guide import Guide
+    from services.scheduler.inflight import Ahead
     from services.scheduler.migration import Transfer
     from services.scheduler.outbox import Detokenizer
     from services.scheduler.placement_choice import Placed
@@ -46,6 +47,7 @@ class Request:
 
     __slots__ = (
         "admitted",
+        "ahead",
         "arrival",
         "barrier",
         "blocked_until",
@@ -64,6 +66,7 @@ class Request:
         "finished_at",
         "foresight",
         "frontend",
+        "guessed",
         "guide",
         "hit_age",
         "hit_tokens",
@@ -156,6 +159,8 @@ class Request:
         self.capacity = 0  # positions the pages hold
         self.barrier = 0  # first position whose decode row needs the planner's attention
         self.check_at = 0  # output length at which a result needs more than an append
+        self.guessed = b""  # the guesses of its row in flight, int32
+        self.ahead: Ahead | None = None  # what its next row, which is in flight too, expects
 
     @property
     def namespace(self) -> bytes:

@@ -124,4 +124,5 @@ class Seats:
         request.pages = array("i")
         request.own = set()
         request.prefill_tokens = b""
+        request.guessed, request.ahead = b"", None
         request.check_at = 0  # every result that still comes is looked at

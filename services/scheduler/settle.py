@@ -65,6 +65,8 @@ class Settler:
             output.append(token)
             if request.foresight is not None:
                 request.foresight.learn((token,))
+                if request.ahead is not None:
+                    self._meet(request)
             if not request.dirty:
                 request.dirty = True
                 touched.append(request)
@@ -120,9 +122,20 @@ class Settler:
             if self._ends(request, token):
                 return
         if request.worker is worker:
-            request.dispatched = request.known - 1  # the wrong guesses will be written over
+            self._meet(request)
             worker.decoding = None
         self._look_at(request, kept[-1])
+
+    @staticmethod
+    def _meet(request: Request) -> None:
+        """A row's samples are known: its next one, where it is in flight, is what was expected, or a decode row."""
+        ahead, request.ahead = request.ahead, None
+        if ahead is not None:
+            ahead.failed = request.known - 1 != ahead.start or request.output[-1] != ahead.token
+            if not ahead.failed:
+                return
+        request.guessed = b""
+        request.dispatched = request.known - 1 + request.inflight_rows  # the wrong guesses will be written over
 
     def _follow_guesses(self, worker: Worker, request: Request, guide: Guide, kept: list[int]) -> None:
         """Samples of a row with guesses, each under its mask. With the last useful one the text is complete, or cut."""
@@ -179,6 +192,7 @@ class Settler:
         for chunk in step.chunks:
             request = chunk.request
             if chunk.drafts:
+                self._metrics.count("draft_tokens", chunk.drafts if chunk.size > 1 else 0)
                 self._settle_drafts(worker, request, list(islice(sampled, chunk.num_samples)))
                 continue
             if chunk.sample:

@@ -67,6 +67,7 @@ class Worker:
         self.max_drafts = 0  # most guesses of one row
         self.keeps_hidden = False  # states of prompts' last tokens, in `pool.hidden`
         self.drafting: dict[int, int] = {}  # by slot: guesses its request sends in the step planned last
+        self.held_step = -1  # the step that waits for the results before it
         self.cost = StepCost()
         self.groups = SharedGroups()  # among `grouped`, the decode rows they were found in
         self.grouped: list[Request] | None = None

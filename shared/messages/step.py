@@ -83,6 +83,11 @@ class PrefillRow(Message, frozen=True):
     after each guess, and what comes after a guess counts only where the sample before it is that guess. The slot has
     then computed the known tokens and the right guesses. Not for slots with scores or penalties.
 
+    `start`: the row was planned before the result of the step before was there. Its first token, then the last known
+    one, is what the slot was expected to sample last, at this position. Where the slot stands elsewhere or has sampled
+    something else, its row is its own last sample, as in a decode row, and what is sampled behind the guesses is -1;
+    where it has ended, there is no row.
+
     `keep_hidden`: the hidden state behind its last token, from which the next token's logits follow, is kept with the
     page of that token, one for each page, and copied with it. A row without tokens computes nothing: it samples from
     the state that is kept with the page of the slot's last computed token, which must be that token's.
@@ -95,6 +100,7 @@ class PrefillRow(Message, frozen=True):
     next_token: int = -1  # the token after this chunk: its score comes from this chunk's last logits
     drafts: int = 0
     keep_hidden: bool = False
+    start: int = -1  # -1: nothing is expected
 
 
 class StepCommand(Message, frozen=True, tag=33):

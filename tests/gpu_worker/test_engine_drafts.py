@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ class DraftBench(Steps):
         [first] = tokens(self.step(opens=(opened,), prefills=(prefill(slot, PROMPT),)))
         return first
 
-    def guess(self, last: int, guesses: list[int], slot: int = 0, **fields: object) -> StepResult:
+    def guess(self, last: int, guesses: list[int], slot: int = 0, **fields: Any) -> StepResult:
         row = prefill(slot, [last, *guesses], drafts=len(guesses))
         return self.step(prefills=(row,), **fields)
 
@@ -243,3 +244,81 @@ def test_rows_with_guesses_are_grouped_as_rows_of_one_token(data: st.DataObject)
     assert lengths == [end for _, end, _ in expected]
     assert [row[2].item() for row in batch.page_tables] == [12 * slot for _, _, slot in expected]
     assert [sorted(group.rows.tolist()) for group in batch.groups] == [grouped]
+
+
+# Rows that were planned before the result of the step before was there.
+
+
+@pytest.mark.parametrize("right", range(4))
+def test_a_row_ahead_is_a_decode_row_where_its_expectation_fails(right: int) -> None:
+    bench = DraftBench()
+    first = bench.begin()
+    guesses = ANSWER[1 : 1 + right] + [(t + 1) % VOCAB for t in ANSWER[1 + right : 4]]
+    out = [first, *(t for t in tokens(bench.guess(first, guesses)) if t >= 0)]
+    assert out == ANSWER[: 2 + right]
+    row = prefill(0, ANSWER[4:7], drafts=2, start=len(PROMPT) + 4)
+    result = tokens(bench.step(prefills=(row,)))
+    wanted = ANSWER[5:8] if right == 3 else [ANSWER[2 + right], -1, -1]
+    assert result == wanted
+    out += [t for t in result if t >= 0]
+    while len(out) < 16:
+        out += tokens(bench.step([0]))
+    assert out == ANSWER[:16]
+
+
+@pytest.mark.parametrize(("expected", "start"), [(ANSWER[1] + 1, 8), (ANSWER[1], 7), (ANSWER[1], 9)])
+def test_another_token_or_place_is_no_expectation_come_true(expected: int, start: int) -> None:
+    bench = DraftBench()
+    bench.begin()
+    assert tokens(bench.step([0])) == [ANSWER[1]]
+    row = prefill(0, [expected % VOCAB, *ANSWER[2:4]], drafts=2, start=start)
+    assert tokens(bench.step(prefills=(row,))) == [ANSWER[2], -1, -1]
+    assert tokens(bench.step([0])) == [ANSWER[3]]
+
+
+def test_a_row_ahead_of_a_slot_that_has_ended_is_none() -> None:
+    bench = DraftBench()
+    first = bench.begin(params=greedy(stop_token_ids=(ANSWER[2],)))
+    other = bench.begin(1)
+    assert tokens(bench.guess(first, ANSWER[1:4], decode=[1])) == [ANSWER[1], *ANSWER[1:3], -1, -1]
+    row = prefill(0, ANSWER[4:6], drafts=1, start=len(PROMPT) + 4)
+    assert tokens(bench.step([1], prefills=(row,))) == [ANSWER[2], -1, -1]
+    assert other == first
+
+
+def test_rows_ahead_share_pages_whether_they_come_true_or_not() -> None:
+    """A group may name rows of both kinds."""
+    bench = DraftBench()
+    for slot in range(3):
+        pages = [0, *range(12 * slot + 1, 12 * slot + 12)]
+        computed = 4 if slot else 0
+        opened = open_slot(slot, len(PROMPT), pages, computed=computed)
+        bench.step(opens=(opened,), prefills=(prefill(slot, PROMPT[computed:]),))
+    rows = (
+        prefill(1, [ANSWER[0], *ANSWER[1:3]], drafts=2, start=len(PROMPT)),
+        prefill(2, [ANSWER[0] + 1, *ANSWER[1:3]], drafts=2, start=len(PROMPT)),
+    )
+    groups = {"group_slots": pack([0, 1, 2]), "group_sizes": pack([3]), "group_pages": pack([1])}
+    assert tokens(bench.step([0], prefills=rows, **groups)) == [ANSWER[1], *ANSWER[1:4], ANSWER[1], -1, -1]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"ids": ANSWER[1:4], "drafts": 1, "start": 8},
+        {"ids": ANSWER[1:3], "drafts": 1, "start": 8, "sample": False},
+        {"ids": ANSWER[1:3], "drafts": 1, "start": 8, "score_from": 3},
+    ],
+)
+def test_rows_that_cannot_be_ahead(row: dict[str, Any]) -> None:
+    bench = DraftBench()
+    bench.begin()
+    with pytest.raises(ProtocolError):
+        bench.step(prefills=(prefill(0, **row),))
+
+
+def test_nothing_is_expected_of_a_slot_that_has_sampled_nothing() -> None:
+    bench = DraftBench()
+    bench.step(opens=(open_slot(0, 9, list(range(12))),), prefills=(prefill(0, PROMPT, sample=False),))
+    with pytest.raises(ProtocolError, match="nothing yet"):
+        bench.step(prefills=(prefill(0, ANSWER[:2], drafts=1, start=7),))

@@ -84,6 +84,7 @@ prefills = st.builds(
     next_token=st.one_of(st.just(-1), wide),
     drafts=st.one_of(st.sampled_from([0, 0, 1, 2]), wide),
     keep_hidden=st.booleans(),
+    start=st.one_of(st.sampled_from([-1, -1, 3, 4]), wide),
 )
 commands = st.fixed_dictionaries(
     {},

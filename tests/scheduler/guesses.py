@@ -12,6 +12,9 @@ from shared import ints
 from tests.fake_model import VOCAB, generate
 from tests.local_fleet import LocalFleet
 
+WRONG = 0.15
+"""Share of its guesses."""
+
 
 class Oracle:
     """In place of a Foresight; never sure of more than `most` guesses."""
@@ -23,7 +26,7 @@ class Oracle:
         prompt = ints.unpack(request.message.prompt_ids).tolist()
         self._answer = generate(prompt, request.max_tokens)
         self._told = len(request.output)
-        self._draw = random.Random(seed)
+        self._draw, self._seed = random.Random(seed), seed
         self._most = most
 
     @property
@@ -35,15 +38,18 @@ class Oracle:
             assert token == self._answer[self._told], "it learns something else than what was sampled"
             self._told += 1
 
-    def worth(self, most: int, price: float) -> tuple[int, float]:
+    def worth(self, most: int, price: float, behind: int = 0) -> tuple[int, float]:
         count = min(most, self._draw.randint(0, self._most))
         return count, float(count)
 
     def guess(self, count: int) -> bytes:
         right = self._answer[self._told : self._told + count]
         right += [0] * (count - len(right))
-        wrong_at = self._draw.randint(0, 2 * count)
-        return ints.pack(t if i != wrong_at else (t + 1) % VOCAB for i, t in enumerate(right))
+        return ints.pack((t + self._is_wrong(self._told + i)) % VOCAB for i, t in enumerate(right))
+
+    def _is_wrong(self, position: int) -> bool:
+        """The same whenever it is asked."""
+        return random.Random(self._seed + position).random() < WRONG
 
 
 def let_guess(fleet: LocalFleet, most: int = 7, seed: int = 0) -> None:

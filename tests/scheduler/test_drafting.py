@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shared.messages.stream import FinishReason
-from tests.fake_model import expected_scores
+from tests.fake_model import expected_scores, generate
 from tests.local_fleet import LocalFleet, tokens
 from tests.scheduler.guesses import let_guess
 
@@ -140,3 +140,71 @@ def test_guesses_can_be_limited_and_switched_off(config: dict[str, object]) -> N
     [worker] = fleet.workers.values()
     rows = [row.drafts for step in worker.engine.steps for row in step.prefills]
     assert max(rows, default=0) == config.get("speculative_num_draft_tokens", 0)
+
+
+def busy_fleet(**options: object) -> LocalFleet:
+    """Rows are so dear that planning ahead costs nothing."""
+    fleet = guessing_fleet(**options)
+    for worker in fleet.workers.values():
+        worker.engine.ms_per_step, worker.engine.ms_per_token = 2.0, 0.5
+    return fleet
+
+
+@pytest.mark.parametrize("most", [1, 3, 7])
+@pytest.mark.parametrize("count", [2, 8, 14])
+def test_many_rows_guess_ahead_of_results(most: int, count: int) -> None:
+    fleet = busy_fleet()
+    let_guess(fleet, most)
+    rids = [fleet.submit(tokens(20, seed=i), 40 + i) for i in range(count)]
+    fleet.run()
+    fleet.assert_answered(*rids)
+    [worker] = fleet.workers.values()
+    counters = fleet.core.metrics.counters
+    assert worker.engine.expected > worker.engine.disappointed > 0
+    assert counters["draft_tokens"] == worker.engine.guesses
+    assert counters["accepted_draft_tokens"] == worker.engine.right_guesses > 0
+
+
+def test_few_rows_wait_for_results() -> None:
+    fleet = guessing_fleet()
+    let_guess(fleet, 7)
+    rids = [fleet.submit(tokens(20, seed=i), 40) for i in range(2)]
+    fleet.run()
+    fleet.assert_answered(*rids)
+    [worker] = fleet.workers.values()
+    assert worker.engine.expected == 0
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+@pytest.mark.parametrize("pages", [40, 400])
+def test_rows_ahead_end_and_lose_their_seats(depth: int, pages: int) -> None:
+    fleet = LocalFleet(
+        hello={"max_drafts": 7, "max_slots": 8, "num_pages": pages, "page_size": 4, "max_inflight_steps": depth},
+        page_size=4,
+    )
+    [worker] = fleet.workers.values()
+    worker.engine.ms_per_step, worker.engine.ms_per_token = 2.0, 0.5
+    let_guess(fleet, 5)
+    prompts = [tokens(9, seed=i) for i in range(12)]
+    answers = [generate(prompt, 40) for prompt in prompts]
+    rids = [
+        fleet.submit(prompt, 40, stop_token_ids=(answer[5 + 2 * i],))
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    fleet.run()
+    fleet.assert_answered(*rids)
+    assert worker.engine.expected > 0
+
+
+def test_an_answer_is_aborted_while_its_next_row_is_under_way() -> None:
+    fleet = busy_fleet()
+    let_guess(fleet, 5)
+    [worker] = fleet.workers.values()
+    rids = [fleet.submit(tokens(9, seed=i), 60) for i in range(8)]
+    while not worker.engine.expected:
+        fleet.turn()
+        fleet.step(worker)
+    fleet.turn()
+    fleet.abort(rids[0], rids[3])
+    fleet.run()
+    fleet.assert_answered(*(rid for i, rid in enumerate(rids) if i not in (0, 3)))
