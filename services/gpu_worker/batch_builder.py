@@ -171,7 +171,7 @@ def _spread(rows: StepRows, groups: list[tuple[NDArray[np.int32], int]]) -> Ints
 
     Each of its tokens sees what it would see in one row, for K and V of all are written before any is read.
     """
-    spread = np.ones(rows.num_rows, dtype=np.int64)
+    spread = np.ones(rows.num_computed, dtype=np.int64)
     members = np.concatenate([members for members, _ in groups])
     spread[members] = rows.lengths[members]
     return spread

@@ -6,13 +6,14 @@ All state lives in one thread and changes only within `turn`. Leaves sockets and
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 import structlog
 
-from services.scheduler import dispatch, invariants
+from services.scheduler import dispatch, invariants, timing
 from services.scheduler.core import Core, Edges
 from services.scheduler.handlers import Handlers
 from services.scheduler.lifecycle import abort, error
@@ -39,6 +40,7 @@ class Scheduler:
         self._probes: set[Callable[[], None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        self._plan_at = math.inf  # when the next step is to be planned that waits for nothing but its time
 
     def receive(self, handler: Handler, identity: bytes, message: Any) -> None:
         """Queue a message for the next turn; `handler` is one of `handlers.from_x`."""
@@ -78,6 +80,7 @@ class Scheduler:
     def turn(self) -> None:
         core = self.core
         core.metrics.turns += 1
+        self._plan_at = math.inf
         self._handle_inbox()
         core.watch.run()
         core.move_away()
@@ -139,7 +142,7 @@ class Scheduler:
                 core.leading.lead(worker)
                 core.masking.prepare(worker)
             while worker.has_credit and worker in core.fleet and not worker.masking:
-                if worker.inflight and (core.drafting.holds(worker) or core.leading.holds(worker)):
+                if worker.inflight and self._is_early(worker):
                     return
                 plan = core.planner.plan(worker)
                 if plan is None:
@@ -159,6 +162,14 @@ class Scheduler:
             if self.checking:
                 raise
 
+    def _is_early(self, worker: Worker) -> bool:
+        """Whether the next step is planned later, or once the results of those in flight are there."""
+        core, at = self.core, timing.plan_at(worker)
+        if at > core.clock.now():
+            self._plan_at = min(self._plan_at, at)
+            return True
+        return core.drafting.holds(worker) or core.leading.holds(worker)
+
     def _after_turn(self) -> None:
         core = self.core
         if core.lifecycle.num_live:
@@ -172,7 +183,7 @@ class Scheduler:
         """One timer for whatever is due first; everything else comes as a message."""
         core = self.core
         now = core.clock.now()
-        due = min(core.watch.next_deadline(), now + max(core.board.due_in(), 0.01))
+        due = min(core.watch.next_deadline(), now + max(core.board.due_in(), 0.01), self._plan_at)
         if self._timer is not None:
             if now < self._timer_at <= due:
                 return

@@ -220,3 +220,24 @@ def test_large_fp32_steps_by_plain_weights_recall_within_rounding(folder: Path) 
         floats(result.scores[1].scores.logprobs), floats(first.scores[0].scores.logprobs), atol=1e-4
     )
     assert result.prompt_scores[0].scores.count == 60
+
+
+@pytest.mark.parametrize("guesses", [0, 2])
+def test_recalled_rows_beside_rows_that_share_pages(folder: Path, guesses: int) -> None:
+    """Of groups of rows with and without guesses, while others compute nothing."""
+    driver = steps_of(folder)
+    prompt = random_tokens(9, 1)
+    first = tokens(driver.step(opens=(open_slot(0, 9, [0, 1, 2, 3]),), prefills=(keep(0, prompt),)))
+    opens = tuple(open_slot(slot, 9, [0, 1, slot + 10, slot + 20], computed=9) for slot in (1, 2, 3))
+    rows = (recall(1), recall(2))
+    copies = pack([2, 11, 2, 12, 2, 13])
+    assert tokens(driver.step(opens=opens[:2], page_copies=copies[:16], prefills=rows)) == first * 2
+    alone = [tokens(driver.step([0])) for _ in range(3)]
+    guessed = [token for [token] in alone[:guesses]]
+    groups = {"group_slots": pack([1, 2]), "group_sizes": pack([2]), "group_pages": pack([2])}
+    drafts = tuple(prefill(slot, [*first, *guessed], drafts=guesses) for slot in (1, 2)) if guesses else ()
+    decode = [] if guesses else [1, 2]
+    mixed = (drafts[0], recall(3), drafts[1]) if guesses else (recall(3),)
+    result = tokens(driver.step(decode, opens=opens[2:], page_copies=copies[16:], prefills=mixed, **groups))
+    answer = [token for [token] in alone[: guesses + 1]]
+    assert result == ([*answer, *first, *answer] if guesses else [*answer, *answer, *first])

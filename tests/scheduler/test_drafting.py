@@ -146,7 +146,7 @@ def busy_fleet(**options: object) -> LocalFleet:
     """Rows are so dear that planning ahead costs nothing."""
     fleet = guessing_fleet(**options)
     for worker in fleet.workers.values():
-        worker.engine.ms_per_step, worker.engine.ms_per_token = 2.0, 0.5
+        worker.engine.ms_per_step, worker.engine.ms_per_token = 0.2, 0.05
     return fleet
 
 
@@ -183,7 +183,7 @@ def test_rows_ahead_end_and_lose_their_seats(depth: int, pages: int) -> None:
         page_size=4,
     )
     [worker] = fleet.workers.values()
-    worker.engine.ms_per_step, worker.engine.ms_per_token = 2.0, 0.5
+    worker.engine.ms_per_step, worker.engine.ms_per_token = 0.2, 0.05
     let_guess(fleet, 5)
     prompts = [tokens(9, seed=i) for i in range(12)]
     answers = [generate(prompt, 40) for prompt in prompts]

@@ -36,6 +36,9 @@ def turns(fleet: LocalFleet) -> None:
     """Until the masks that were asked for are there, and the step that waited for them is planned."""
     fleet.turn()
     fleet.turn()
+    fleet.clock.advance(1.0)  # late enough for what is planned late
+    fleet.heartbeats()
+    fleet.turn()
 
 
 def choices(prompt: list[int], constraint: Constraint) -> int:

@@ -90,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _time_workers(self) -> None:
         """Computing takes so long that moving pages is worth it."""
         for worker in self.fleet.workers.values():
-            worker.engine.ms_per_token = 5.0 if self.moving else float(self.drafts > 0)
+            worker.engine.ms_per_token = 5.0 if self.moving else self.drafts / 20
 
     # What frontends do
 
@@ -168,6 +168,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def work(self, data: st.DataObject, count: int) -> None:
         for _ in range(count):
             self.fleet.turn()
+            if data.draw(st.booleans()):
+                self.fleet.clock.advance(0.06)  # late enough for what is planned late
+                self.fleet.heartbeats()
+                self.fleet.turn()
             busy = [worker for worker in self.fleet.workers.values() if worker.commands]
             if busy:
                 self.fleet.step(data.draw(st.sampled_from(busy)))
