@@ -90,7 +90,7 @@ async def one_round(client: httpx.AsyncClient, run: Run, text: str, output_token
     run.requests += 1
     run.prompt_tokens += meta["prompt_tokens"]
     run.cached_tokens += meta["cached_tokens"]
-    run.ideal_tokens += min(run.trie.longest_prefix(prompt_ids), len(prompt_ids) - 1)
+    run.ideal_tokens += run.trie.longest_prefix(prompt_ids)
     run.trie.insert(prompt_ids + last["output_ids"])
     run.ttft.append(first)
     return str(last["text"])

@@ -292,7 +292,8 @@ class FakeEngine:
     def _disappoints(self, seat: _Slot, row: PrefillRow) -> bool:
         """Whether the slot has ended, stands elsewhere, or has sampled something else than was expected."""
         fits = row.sample and not row.keep_hidden and len(row.token_ids) == 4 * (1 + row.drafts)
-        self._check(fits and row.drafts <= self.hello.max_drafts, "an expected sample in a row that cannot have one")
+        fits = fits and 0 <= row.drafts <= self.hello.max_drafts
+        self._check(fits, "an expected sample in a row that cannot have one")
         self._check(seat.ended or seat.last >= 0, f"slot {row.slot} was expected to have sampled")
         disappoints = seat.ended or seat.length != row.start or seat.last != ints.unpack(row.token_ids)[0]
         self.expected += 1

@@ -107,7 +107,7 @@ class Foresight:
         if self._at < 0:
             return 0, 0.0
         if self._source is not self._text:
-            most = min(most, (len(self._source) - self._at) // TOKEN_BYTES - behind)
+            most = max(min(most, (len(self._source) - self._at) // TOKEN_BYTES - behind), 0)
         return self._odds.worth(self.streak + behind, most, price, self._record)
 
     def guess(self, count: int) -> bytes:

@@ -208,3 +208,19 @@ def test_an_answer_is_aborted_while_its_next_row_is_under_way() -> None:
     fleet.abort(rids[0], rids[3])
     fleet.run()
     fleet.assert_answered(*(rid for i, rid in enumerate(rids) if i not in (0, 3)))
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 23, 40])
+def test_answers_of_the_tree_are_guessed_ahead_to_their_ends(length: int) -> None:
+    """The same prompts again, asking for less and for more than is known."""
+    fleet = busy_fleet()
+    prompts = [tokens(20, seed=i) for i in range(10)]
+    first = [fleet.submit(prompt, length) for prompt in prompts]
+    fleet.run()
+    again = [fleet.submit(prompt, max(length + extra, 1)) for extra, prompt in zip(range(-3, 7), prompts, strict=True)]
+    fleet.run()
+    fleet.assert_answered(*first, *again)
+    [worker] = fleet.workers.values()
+    counters = fleet.core.metrics.counters
+    assert counters["workers_lost"] == counters["internal_errors"] == 0
+    assert counters["draft_tokens"] == worker.engine.guesses

@@ -112,6 +112,15 @@ def test_an_answer_of_the_tree_is_followed_to_its_end() -> None:
     assert not source.guesses
 
 
+@pytest.mark.parametrize("behind", range(5))
+def test_behind_the_end_of_an_answer_nothing_is_guessed(behind: int) -> None:
+    source = foresight([1, 2, 3])
+    source.follow(ints.pack([7, 8, 9]))
+    count, gain = source.worth(15, 0.0, behind)
+    assert count == max(3 - behind, 0)
+    assert gain >= 0.0
+
+
 def test_the_tree_knows_what_came_after() -> None:
     tree = RadixTree(4)
     tree.add_worker("w")

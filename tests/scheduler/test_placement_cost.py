@@ -44,7 +44,7 @@ def test_equal_prompts_that_arrive_together_are_computed_once(workers: int) -> N
     fleet.assert_answered(*rids)
     assert fleet.prefill_tokens <= 400 + len(rids) * 17
     assert all(worker.engine.decode_rows for worker in fleet.workers.values()), "and nobody idles"
-    assert fleet.core.metrics.counters["transfers"] == workers - 1
+    assert fleet.core.metrics.counters["transferred_tokens"] == 400 * (workers - 1)
 
 
 def test_without_a_way_to_move_pages_some_wait_and_some_compute() -> None:
