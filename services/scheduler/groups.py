@@ -28,6 +28,8 @@ MAX_LEVELS = 3
 """Of groups within groups. Most trees have less; a worker may read fewer together."""
 REFRESH_STEPS = 16
 """Groups found stay right while rows leave, and only miss those that came: looking at every step would not pay."""
+ROWS_PER_STEP = 4
+"""Few rows are looked at sooner: it costs by the row, and of few rows one that came is a larger share."""
 REFRESH_STEPS_OF_GUESSES = 4
 """The same where a step brings several tokens of a request, so that rows come and go sooner."""
 
@@ -45,7 +47,7 @@ def refresh(worker: Worker, rows: list[Request], step_id: int, patience: int = R
     """The groups among the worker's decode rows, found anew where those changed and some steps have passed."""
     if worker.grouped is not rows and step_id >= worker.regroup_at:
         worker.grouped = rows
-        worker.regroup_at = step_id + patience
+        worker.regroup_at = step_id + min(patience, len(rows) // ROWS_PER_STEP)
         worker.groups = columns(find(rows, worker.key))
     return worker.groups
 

@@ -42,6 +42,25 @@ def test_rows_with_one_prefix_are_one_group() -> None:
     assert fleet.workers["w0/1"].engine.shared_reads > 0
 
 
+def test_few_rows_that_come_one_by_one_are_soon_one_group() -> None:
+    """Each arrives a step after the one before; all but the last few steps of the first would else read alone."""
+    fleet = LocalFleet()
+    worker, prefix = fleet.workers["w0/1"], tokens(PAGE * 10, seed=1)
+    rids: list[str] = []
+    seen: list[list[tuple[int, int]]] = []  # of the steps in which all eight decode
+    while len(seen) < 4:
+        if len(rids) < 8:
+            rids += submit(fleet, prefix, range(10 + len(rids), 11 + len(rids)))
+        fleet.turn()
+        command = worker.commands[0]
+        if ints.count(command.decode_slots) == 8:
+            seen.append(groups_of(command))
+        fleet.step(worker)
+    assert [(8, 10)] in seen[:3]
+    fleet.run()
+    fleet.assert_answered(*rids)
+
+
 def test_nested_prefixes_are_nested_groups() -> None:
     fleet = LocalFleet()
     system = tokens(PAGE * 10, seed=1)
