@@ -177,7 +177,7 @@ def _edit(
     if masks is None or not len(masks.rows):
         return
     if blocks is not None:
-        mask_rows(logits, blocks, masks.rows, masks.words)
+        mask_rows(logits, blocks, masks.rows, masks.words, slots.sampling.greedy[who[masks.rows]])
     else:
         forbid(logits, masks.rows, masks.words)
 

@@ -84,6 +84,30 @@ def test_masks_keep_blocks_true(kernels: library.Library, vocab: int) -> None:
     holds(blocks, x)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.98])
+@pytest.mark.parametrize("vocab", [1, 31, 33, 100, 5000])
+def test_masks_of_rows_that_want_the_likeliest(kernels: library.Library, vocab: int, share: float) -> None:
+    """The same token and largest logit as with everything forbidden, also among equals and with broken logits."""
+    rng = np.random.default_rng(vocab)
+    n = 12
+    x = torch.cat([spoilt(3, vocab), (torch.randn(n - 3, vocab) * 3).round()])
+    allowed = rng.random((n, logits.blocks_of(vocab), 32)) < share
+    allowed[5:7] = allowed[5:7, :, :1]  # whole words
+    words = np.packbits(allowed, axis=2, bitorder="little").view(np.uint32)[..., 0]
+    rows = rng.permutation(n)
+    whole, sparing = x.clone(), x.clone()
+    logits.mask_rows(whole, logits.Blocks.of(kernels, whole), rows, words)
+    known = logits.Blocks.of(kernels, sparing)
+    logits.mask_rows(sparing, known, rows, words, np.arange(n) % 4 != 1)
+    for place in np.flatnonzero(np.arange(n) % 4 == 1):
+        assert torch.equal(sparing[rows[place]].nan_to_num(99), whole[rows[place]].nan_to_num(99))
+    expected, found = greedy(kernels, whole), greedy(kernels, sparing, known)
+    assert np.array_equal(found[1], expected[1], equal_nan=True)
+    fit = np.isfinite(expected[1])
+    assert np.array_equal(np.array(found[0])[fit], np.array(expected[0])[fit])
+    assert fit.any() if share and vocab == 5000 else share or not fit.any()
+
+
 def test_edits(kernels: library.Library) -> None:
     """As torch's: penalties, then biases, then stop tokens; what is known of the blocks stays true."""
     vocab = 200
@@ -107,7 +131,7 @@ def test_edits(kernels: library.Library) -> None:
     plans = [(row, edits[slot]) for row, slot in enumerate(slots.tolist()) if slot != 5]
     apply_edits(expected, [RowEdit(row, int(positions[row]), one, row != 3) for row, one in plans if one is not None])
     logits.edit_rows(x, blocks, columns, slots, positions, np.arange(5) == 3)
-    assert torch.allclose(x, expected, rtol=1e-6)
+    assert torch.allclose(x, expected, rtol=1e-6, atol=1e-6)  # of differences that may be close to 0
     assert torch.equal(x[2], expected[2])
     holds(blocks, x)
     with pytest.raises(ValueError, match="no such slot"):
@@ -134,12 +158,15 @@ def test_edits_follow_a_history(kernels: library.Library) -> None:
     assert x[0].tolist() == [-1.0] * 300 + [0.0] * 200
 
 
-def greedy(kernels: library.Library, x: torch.Tensor) -> tuple[list[int], np.ndarray]:
+def greedy(
+    kernels: library.Library, x: torch.Tensor, blocks: logits.Blocks | None = None
+) -> tuple[list[int], np.ndarray]:
     columns = SamplingColumns(1, x.shape[1])
     columns.set(0, SamplingParams(temperature=0.0))
     slots = np.zeros(len(x), np.int64)
     scratch = torch.zeros(logits.draw_scratch(kernels, x.shape[1], logits.threads_for(len(x))))
-    tokens, highest = logits.draw_rows(x, logits.Blocks.of(kernels, x), columns.rows(slots, slots), scratch)
+    blocks = logits.Blocks.of(kernels, x) if blocks is None else blocks
+    tokens, highest = logits.draw_rows(x, blocks, columns.rows(slots, slots), scratch)
     return tokens.tolist(), highest
 
 

@@ -130,7 +130,7 @@ class MaskCall(ctypes.Structure):
     _fields_ = (
         ("logits", c_void_p),
         ("blocks", BlockTable),
-        *((name, c_void_p) for name in ("words", "rows")),
+        *((name, c_void_p) for name in ("words", "rows", "likeliest")),
         *((name, c_int64) for name in ("stride", "word_stride")),
         *((name, c_int32) for name in ("count", "vocab", "threads")),
     )

@@ -125,19 +125,29 @@ def edit_rows(
     blocks.kernels.functions.rf_edit(blocks.kernels.isa_id, call)
 
 
-def mask_rows(logits: torch.Tensor, blocks: Blocks, rows: Ints, words: NDArray[np.uint32]) -> None:
-    """Forbid in place: bit i of word w of words [m, ceil(vocab / 32)] allows token 32 w + i in that row of `rows`."""
+def mask_rows(
+    logits: torch.Tensor, blocks: Blocks, rows: Ints, words: NDArray[np.uint32], likeliest: Flags | None = None
+) -> None:
+    """Forbid in place: bit i of word w of words [m, ceil(vocab / 32)] allows token 32 w + i in that row of `rows`.
+
+    `likeliest` [m]: rows of which nobody will want more than the likeliest token. Only the block it is in is true
+    afterwards; the others keep their logits, or have a peak of minus infinity, or both.
+    """
     table = blocks.table(logits)
     rows, words = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(words, np.uint32)
     if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < logits.shape[0]:
         raise ValueError("a row is not in the logits")
     if words.shape != (len(rows), blocks_of(logits.shape[1])):
         raise ValueError(f"masks {words.shape} do not fit {len(rows)} rows of logits {tuple(logits.shape)}")
+    if likeliest is not None and (len(likeliest) != len(rows) or likeliest.dtype != np.bool_):
+        raise ValueError("a flag for each masked row")
+    flags = None if likeliest is None else np.ascontiguousarray(likeliest)
     call = MaskCall(
         logits.data_ptr(),
         table,
         words.ctypes.data,
         rows.ctypes.data,
+        None if flags is None else flags.ctypes.data,
         logits.stride(0),
         words.shape[1],
         len(rows),

@@ -16,8 +16,9 @@ constexpr float kLeastWeight = 1.17549435e-38f;  // below it a weight has no pro
 constexpr float kSlack = 1e-3f;                  // of an exponent: more than rounding makes of a weight
 constexpr float kNextBound = 0.5f, kBelow = 3;   // tried in turn, without reading logits; weights of a block that miss it
 constexpr int kHalvings = 12;
-constexpr int kBuckets = (0x3f800000 >> 20) + 1;  // of weights up to 1, by exponent and three bits more
+constexpr int kCuts = 10; // halvings of the logarithms between which the cut of a nucleus is
 constexpr int kFewCandidates = 96;               // sorted by insertion
+constexpr int kChunk = 64;                       // weights summed before they are looked at one by one
 
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw, 2011) as rng.py has it: in [0, 1), with 53 random bits.
 inline double uniform(uint64_t seed, uint64_t position) {
@@ -46,6 +47,30 @@ inline int first_above(const Part* parts, int n, double target, double& before) 
     sum = next;
   }
   return last;
+}
+
+// The sum of the values of at least `least`.
+inline double sum_above(const float* values, int n, float least) {
+  constexpr int lanes = 16;
+  double sums[lanes] = {}, sum = 0;
+  int i = 0;
+  for (; i + lanes <= n; i += lanes)
+    for (int l = 0; l < lanes; l++) sums[l] += values[i + l] >= least ? values[i + l] : 0.0f;
+  for (; i < n; i++) sum += values[i] >= least ? values[i] : 0.0f;
+  for (int l = 0; l < lanes; l++) sum += sums[l];
+  return sum;
+}
+
+// As first_above, of many: chunks that do not reach the target are summed at once.
+inline int first_of_many_above(const float* parts, int n, double target) {
+  double sum = 0, unused;
+  int start = 0;
+  for (; start + kChunk < n; start += kChunk) {
+    const double next = sum + sum_above(parts + start, kChunk, 0);
+    if (next > target) break;
+    sum = next;
+  }
+  return start + first_above(parts + start, n - start, target - sum, unused);
 }
 
 // One row at a time, in one thread's memory.
@@ -93,27 +118,30 @@ struct Draw {
     for (int b = 0; b < blocks; b++) {
       if (crest(b) < least) continue;
       fetch_ahead(row + b * kBlockLogits);
-      weigh_block(b, weights);
-      n = gather_block(weights, b * kBlockLogits, bound, n);
+      const int start = b * kBlockLogits;
+      const bool whole = block_size(vocab, b) == kBlockLogits;
+      if (!whole) weigh_block(b, weights);
+      for (int i = 0; i < kBlockLogits; i += kWidth) {
+        n = gather_lanes(whole ? exp2v((load(row + start + i) - peak) * scale) : load(weights + i), start + i, bound, n);
+      }
     }
     return n;
   }
-  int gather_block(const float* weights, int start, float bound, int n) {
+  int gather_lanes(Vec weights, int start, float bound, int n) {
 #if defined(__AVX512F__)
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    for (int i = 0; i < kBlockLogits; i += 16) {
-      const __m512 x = _mm512_loadu_ps(weights + i);
-      const __mmask16 kept = _mm512_cmp_ps_mask(x, _mm512_set1_ps(bound), _CMP_GE_OQ);
-      if (!kept) continue;
-      _mm512_mask_compressstoreu_ps(values + n, kept, x);
-      _mm512_mask_compressstoreu_epi32(ids + n, kept, _mm512_add_epi32(first, _mm512_set1_epi32(start + i)));
-      n += __builtin_popcount(kept);
-    }
+    const __mmask16 kept = _mm512_cmp_ps_mask((__m512)weights, _mm512_set1_ps(bound), _CMP_GE_OQ);
+    if (!kept) return n;
+    _mm512_mask_compressstoreu_ps(values + n, kept, (__m512)weights);
+    _mm512_mask_compressstoreu_epi32(ids + n, kept, _mm512_add_epi32(first, _mm512_set1_epi32(start)));
+    return n + __builtin_popcount(kept);
 #else
-    for (int i = 0; i < kBlockLogits; i++)
-      if (weights[i] >= bound) values[n] = weights[i], ids[n++] = start + i;
-#endif
+    float held[kWidth];
+    store(held, weights);
+    for (int i = 0; i < kWidth; i++)
+      if (held[i] >= bound) values[n] = held[i], ids[n++] = start + i;
     return n;
+#endif
   }
 
   // The first n keys in descending order; positive floats are ordered as their bits.
@@ -191,22 +219,19 @@ struct Draw {
     return equals_of(best, count);
   }
 
-  // Of the first n values the best that make up `mass`. Only those near the cut are sorted: the values of the bucket, by the
-  // first bits, in which it falls.
-  int cut_by_mass(int n, double mass, float& last) {
-    uint32_t held[kBuckets] = {};
-    double masses[kBuckets] = {};
-    for (int i = 0; i < n; i++) held[bucket_of(i)]++, masses[bucket_of(i)] += values[i];
-    int at = -1;  // the bucket of the cut, or the last one with values
-    double running = 0, above = 0;
-    for (int b = kBuckets - 1; b >= 0; b--) {
-      if (!held[b]) continue;
-      at = b, above = running;
-      if ((running += masses[b]) >= mass) break;
+  // Of the first n values, none below `bound`, the best that make up `mass`. Only those near the cut are sorted.
+  int cut_by_mass(int n, double mass, float bound, float& last) {
+    if (!(mass < INFINITY)) return last = bound, n;
+    float low = bound, high = INFINITY;  // the cut is in [low, high), or below all
+    double above = 0;                    // of the values from `high` on
+    for (int i = 0; n > kFewCandidates && i < kCuts; i++) {
+      const float middle = between(low, high < 1 ? high : 2.0f);
+      const double sum = sum_above(values, n, middle);
+      if (sum >= mass) low = middle;
+      else high = middle, above = sum;
     }
-    int m = 0;
-    for (int i = 0; i < n; i++)
-      if (bucket_of(i) == at) memcpy(keys + m++, values + i, sizeof(float));
+    const int m = take_keys(n, low, high);
+    if (m == 0) return last = high, n;
     const float* best = ranked(m);
     int count = 0;
     while (count < m && above < mass) above += best[count++];
@@ -214,10 +239,57 @@ struct Draw {
     last = best[count - 1];
     return equals_of(best, count);
   }
-  int bucket_of(int i) const {
-    uint32_t bits;
-    memcpy(&bits, values + i, sizeof bits);
-    return (int)(bits >> 20);
+  // Those of the first n values in [low, high) become keys; returns how many.
+  int take_keys(int n, float low, float high) {
+    int m = 0, i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 <= n; i += 16) {
+      const __m512 x = _mm512_loadu_ps(values + i);
+      const __mmask16 above = _mm512_cmp_ps_mask(x, _mm512_set1_ps(low), _CMP_GE_OQ);
+      const __mmask16 taken = _mm512_mask_cmp_ps_mask(above, x, _mm512_set1_ps(high), _CMP_LT_OQ);
+      if (!taken) continue;
+      _mm512_mask_compressstoreu_ps(keys + m, taken, x);
+      m += __builtin_popcount(taken);
+    }
+#endif
+    for (; i < n; i++) {  // no jumps: few are taken, and nothing foretells which
+      memcpy(keys + m, values + i, sizeof(float));
+      m += values[i] >= low && values[i] < high;
+    }
+    return m;
+  }
+  // Positive floats are ordered as their bits, which are nearly their logarithms.
+  static float between(float low, float high) {
+    uint32_t from, to;
+    memcpy(&from, &low, sizeof from), memcpy(&to, &high, sizeof to);
+    from += (to - from) / 2;
+    memcpy(&low, &from, sizeof low);
+    return low;
+  }
+
+  // Of the first n candidates those above `last` and the first `equal` that are it; returns how many.
+  int keep(int n, float last, int equal) {
+    int kept = 0;
+#if defined(__AVX512F__)
+    for (int i = 0; i < n; i += 16) {
+      const __mmask16 inside = n - i < 16 ? (__mmask16)((1u << (n - i)) - 1) : (__mmask16)0xffff;
+      const __m512 x = _mm512_maskz_loadu_ps(inside, values + i);
+      const __m512i tokens = _mm512_maskz_loadu_epi32(inside, ids + i);
+      uint32_t wanted = _mm512_mask_cmp_ps_mask(inside, x, _mm512_set1_ps(last), _CMP_GT_OQ);
+      uint32_t equals = _mm512_mask_cmp_ps_mask(inside, x, _mm512_set1_ps(last), _CMP_EQ_OQ);
+      for (; equals && equal > 0; equal--, equals &= equals - 1) wanted |= equals & -equals;
+      _mm512_mask_compressstoreu_ps(values + kept, (__mmask16)wanted, x);
+      _mm512_mask_compressstoreu_epi32(ids + kept, (__mmask16)wanted, tokens);
+      kept += __builtin_popcount(wanted);
+    }
+#else
+    for (int i = 0; i < n; i++) {
+      if (values[i] < last || (values[i] == last && equal-- <= 0)) continue;
+      values[kept] = values[i];
+      ids[kept++] = ids[i];
+    }
+#endif
+    return kept;
   }
 
   // `all`: as for anywhere, or infinity where no share of it is wanted.
@@ -230,22 +302,14 @@ struct Draw {
     while (bound > least && !enough(n, all, top_k, top_p)) n = gather(bound = fmaxf(bound * kLowerBound, least));
     if (n == 0) return 0;
     float last;  // the least that survives; of its equals, the first so many tokens
-    int equal = top_k > 0 ? cut_by_rank(n, top_k, top_p, min_p, last) : cut_by_mass(n, top_p * all, last);
-    int kept = 0;
-    for (int i = 0; i < n; i++) {
-      if (values[i] < last || (values[i] == last && equal-- <= 0)) continue;
-      values[kept] = values[i];
-      ids[kept++] = ids[i];
-    }
-    double mass = 0, before;
-    for (int i = 0; i < kept; i++) mass += values[i];
-    return ids[first_above(values, kept, u * mass, before)];
+    const int equal =
+        top_k > 0 ? cut_by_rank(n, top_k, top_p, min_p, last) : cut_by_mass(n, top_p * all, bound, last);
+    const int kept = keep(n, last, equal);
+    return ids[first_of_many_above(values, kept, u * sum_above(values, kept, 0))];
   }
   bool enough(int n, double all, int64_t top_k, double top_p) const {
     if (top_k > 0) return n >= top_k;
-    double sum = 0;
-    for (int i = 0; i < n; i++) sum += values[i];
-    return sum >= top_p * all;
+    return sum_above(values, n, 0) >= top_p * all;
   }
 };
 

@@ -149,7 +149,8 @@ struct MaskCall {
   float* logits;
   Blocks blocks;
   const uint32_t* words;
-  const int64_t* rows;  // [count], which rows of the logits
+  const int64_t* rows;       // [count], which rows of the logits
+  const uint8_t* likeliest;  // [count] or null: of this row only the likeliest token is wanted, from its peaks
   int64_t stride, word_stride;
   int32_t count, vocab, threads;
 };

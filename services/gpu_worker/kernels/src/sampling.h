@@ -17,6 +17,26 @@ inline void forbid(float* logits, uint32_t allowed, int n) {
 #endif
 }
 
+inline void mask_block(const MaskCall& c, float* row, int64_t r, int w, uint32_t allowed) {
+  fetch_ahead(row + w * 32);
+  forbid(row + w * 32, allowed, block_size(c.vocab, w));
+  note_block(c.blocks, row, r, c.vocab, w);
+}
+
+// For who asks a row's peaks for its likeliest token and nothing else: blocks that cannot hold it stay as they are, and
+// have a peak of -infinity.
+inline void mask_likeliest(const MaskCall& c, float* row, int64_t r, const uint32_t* allowed) {
+  float *peaks = c.blocks.peaks + r * c.blocks.stride, best = -INFINITY;
+  for (int w = 0; w < blocks_of(c.vocab); w++) {
+    if (!allowed[w] || peaks[w] <= best) {
+      peaks[w] = -INFINITY;
+      continue;
+    }
+    if (allowed[w] != ~0u) mask_block(c, row, r, w, allowed[w]);  // also where some logit is NaN
+    if (peaks[w] > best) best = peaks[w];
+  }
+}
+
 void mask_rows(const MaskCall& c) {
   static_assert(kBlockLogits == 32, "a word of a mask is a block");
 #pragma omp parallel for num_threads(c.threads) schedule(static)
@@ -24,12 +44,18 @@ void mask_rows(const MaskCall& c) {
     const int64_t r = c.rows[i];
     float* row = c.logits + r * c.stride;
     const uint32_t* allowed = c.words + i * c.word_stride;
+    if (c.likeliest && c.likeliest[i]) {
+      mask_likeliest(c, row, r, allowed);
+      continue;
+    }
     for (int w = 0; w < blocks_of(c.vocab); w++) {
       if (allowed[w] == ~0u) continue;
-      fetch_ahead(row + w * 32);
-      forbid(row + w * 32, allowed[w], block_size(c.vocab, w));
-      if (allowed[w]) note_block(c.blocks, row, r, c.vocab, w);
-      else c.blocks.peaks[r * c.blocks.stride + w] = -INFINITY, c.blocks.sums[r * c.blocks.stride + w] = 0;
+      if (allowed[w]) {
+        mask_block(c, row, r, w, allowed[w]);
+      } else {
+        forbid(row + w * 32, 0, block_size(c.vocab, w));
+        c.blocks.peaks[r * c.blocks.stride + w] = -INFINITY, c.blocks.sums[r * c.blocks.stride + w] = 0;
+      }
     }
   }
 }
