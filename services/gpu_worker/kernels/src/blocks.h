@@ -92,11 +92,12 @@ inline void note_block(const Blocks& blocks, const float* row, int64_t r, int vo
   if (scale > 0) blocks.sums[at] = peak > -INFINITY ? weigh(x, block_size(vocab, block), peak, scale, unused) : 0;
 }
 
-// The largest logit of a row, NaN where any is, and where it stands first.
+// The largest logit of a row, NaN where any is, and where it stands first; any place where that is -infinity, for then it
+// need not be in the row.
 inline float peak_of_row(const float* row, const float* peaks, int vocab, int64_t& place) {
   const float peak = peak_of(peaks, blocks_of(vocab));
   place = 0;
-  if (peak != peak) return peak;
+  if (!(peak > -INFINITY)) return peak;
   int block = 0;
   while (peaks[block] != peak) block++;
   place = (int64_t)block * kBlockLogits;
