@@ -149,7 +149,7 @@ class _Launch:
         sys.stdout.write(
             f"{READY_LINE}\n    {url}\nTry:\n"
             f"    curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' {self._credentials()}\\\n"
-            f"      -d '{json.dumps({**body, 'stream': True})}'\n"
+            f"      -d '{json.dumps({**body, 'temperature': 0, 'stream': True})}'\n"
         )
         sys.stdout.flush()
 

@@ -28,10 +28,10 @@ MAX_LEVELS = 3
 """Of groups within groups. Most trees have less; a worker may read fewer together."""
 REFRESH_STEPS = 16
 """Groups found stay right while rows leave, and only miss those that came: looking at every step would not pay."""
-ROWS_PER_STEP = 4
-"""Few rows are looked at sooner: it costs by the row, and of few rows one that came is a larger share."""
 REFRESH_STEPS_OF_GUESSES = 4
 """The same where a step brings several tokens of a request, so that rows come and go sooner."""
+ROWS_PER_STEP = 4
+"""Few rows are looked at sooner: it costs by the row, and of few rows one that came is a larger share."""
 
 
 @dataclass(slots=True, eq=False)

@@ -105,7 +105,10 @@ def test_masks_of_rows_that_want_the_likeliest(kernels: library.Library, vocab: 
     assert np.array_equal(found[1], expected[1], equal_nan=True)
     fit = np.isfinite(expected[1])
     assert np.array_equal(np.array(found[0])[fit], np.array(expected[0])[fit])
-    assert fit.any() if share and vocab == 5000 else share or not fit.any()
+    if share == 0:
+        assert not fit.any()
+    if share and vocab == 5000:
+        assert fit.sum() >= n - 5  # all but the broken rows and those of whole words
 
 
 def test_edits(kernels: library.Library) -> None:

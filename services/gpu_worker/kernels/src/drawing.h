@@ -16,7 +16,7 @@ constexpr float kLeastWeight = 1.17549435e-38f;  // below it a weight has no pro
 constexpr float kSlack = 1e-3f;                  // of an exponent: more than rounding makes of a weight
 constexpr float kNextBound = 0.5f, kBelow = 3;   // tried in turn, without reading logits; weights of a block that miss it
 constexpr int kHalvings = 12;
-constexpr int kCuts = 10; // halvings of the logarithms between which the cut of a nucleus is
+constexpr int kCuts = 10;                        // halvings of the logarithms between which the cut of a nucleus is
 constexpr int kFewCandidates = 96;               // sorted by insertion
 constexpr int kChunk = 64;                       // weights summed before they are looked at one by one
 
@@ -121,9 +121,8 @@ struct Draw {
       const int start = b * kBlockLogits;
       const bool whole = block_size(vocab, b) == kBlockLogits;
       if (!whole) weigh_block(b, weights);
-      for (int i = 0; i < kBlockLogits; i += kWidth) {
+      for (int i = 0; i < kBlockLogits; i += kWidth)
         n = gather_lanes(whole ? exp2v((load(row + start + i) - peak) * scale) : load(weights + i), start + i, bound, n);
-      }
     }
     return n;
   }
