@@ -76,7 +76,7 @@ class ForwardBatch:
     logit_rows: torch.Tensor  # int64 [L], the tokens whose logits are wanted; with `hidden` [L - C]
     num_decode_rows: int
     groups: tuple[SharedGroup, ...] = field(default=())
-    scales: torch.Tensor | None = None  # fp32 [L], of the sums that sampling will want: as kernels.logits.Blocks
+    scales: NDArray[np.float32] | None = None  # [L], of the sums that sampling will want: as kernels.logits.Blocks
     host: HostColumns | None = None  # None: whoever needs it asks the tensors
     hidden: HiddenRows | None = None
 

@@ -105,10 +105,15 @@ def _last_pages(slots: Slots, which: Ints, added: Ints | int) -> Ints:
     return slots.table[which, last // slots.limits.page_size].astype(np.int64)
 
 
-def _scales(rows: StepRows, slots: Slots) -> torch.Tensor:
+def _scales(rows: StepRows, slots: Slots) -> NDArray[np.float32]:
     scales = np.zeros(len(rows.sampling) + sum(len(span.targets) for span in rows.spans), dtype=np.float32)
     scales[: len(rows.sampling)] = slots.sampling.scale[rows.slots[rows.sampling]]
-    return torch.from_numpy(scales)
+    return scales
+
+
+def shared_groups(rows: StepRows, command: StepCommand, slots: Slots) -> tuple[SharedGroup, ...]:
+    """The command's groups among decode rows, on the host."""
+    return tuple(SharedGroup(torch.from_numpy(members), count) for members, count in _groups(rows, command, slots))
 
 
 def _groups(rows: StepRows, command: StepCommand, slots: Slots) -> list[tuple[NDArray[np.int32], int]]:

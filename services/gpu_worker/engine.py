@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.batch_builder import build_batch
+from services.gpu_worker.decode_batches import DecodeBatches
 from services.gpu_worker.kernels import logits as passes
 from services.gpu_worker.kernels.logits import Blocks
 from services.gpu_worker.kv_cache import KVCache
@@ -74,6 +75,7 @@ class Engine:
         self.slots = Slots(limits)
         self._kernels = passes.kernels_for(device)
         self._sampler = Sampler(limits.vocab_size, device, self._kernels)
+        self._decodes = DecodeBatches(self.slots) if device.type == "cpu" else None
         self.stats = StepStats()
 
     @property
@@ -104,7 +106,7 @@ class Engine:
         self.stats = StepStats(
             decode_rows=rows.num_decode + sum(outcome.count(d.outputs) for d in rows.drafts),
             prefill_rows=rows.num_computed - rows.num_decode - len(rows.drafts),
-            tokens=int(rows.lengths.sum()),
+            tokens=rows.num_tokens,
             forward_ms=(forwarded - started) * 1e3,
             mask_wait_ms=(waited - forwarded) * 1e3 if command.masked_slots else 0.0,
             sample_ms=(time.perf_counter() - waited) * 1e3,
@@ -130,6 +132,8 @@ class Engine:
     def _forward(self, rows: StepRows, command: StepCommand) -> torch.Tensor | None:
         if not rows.num_rows:
             return None
+        if self._decodes is not None and not command.prefills:
+            return self.runner.forward(self._decodes.build(rows, command))
         logits = self.runner.forward(build_batch(rows, command, self.slots, self._device, hidden=self.kv_cache.hidden))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the time of a step is its own, and its errors are raised in it
@@ -154,9 +158,9 @@ class Engine:
         """What is known of logits [S, vocab], for the kernels; found now where the model's product noted nothing."""
         if self._kernels is None:
             return None
-        blocks = self.runner.blocks
+        blocks, count = self.runner.blocks, len(rows.sampling)
         if blocks is not None:
-            return blocks if len(blocks.scales) == len(logits) else blocks.first(len(logits))
+            return blocks if blocks.rows == count else blocks.first(count)
         scales = self.slots.sampling.scale[rows.slots[rows.sampling]]
         return Blocks.of(self._kernels, logits, torch.from_numpy(scales))
 

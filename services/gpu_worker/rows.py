@@ -9,8 +9,9 @@ from the moment it sends it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +61,8 @@ class StepRows:
     outputs: Ints = field(default_factory=lambda: _NONE)  # [S] its index in the result's token_ids
     drafts: list[DraftRow] = field(default_factory=list)
     num_outputs: int = 0
-    output_of_slot: dict[int, int] = field(default_factory=dict)  # every sampling slot, also those that do not run
+    num_tokens: int = 0
+    output_of_slot: Mapping[int, int] = field(default_factory=dict)  # every sampling slot, also those that do not run
     spans: list[ScoredSpan] = field(default_factory=list)
     errors: dict[int, str] = field(default_factory=dict)  # slot -> why its request cannot be served
 
@@ -76,38 +78,45 @@ class StepRows:
 
 def plan_rows(command: StepCommand, slots: Slots, max_batched_tokens: int) -> StepRows:
     """Check the command's rows against the slots and lay them out. Raises ProtocolError."""
-    decode = _decode_slots(command, slots)
-    rows = StepRows(num_outputs=len(decode), output_of_slot={s: i for i, s in enumerate(decode.tolist())})
-    running = _running(decode, slots)
-    rows.num_decode = len(running)
-    rows.slots = decode[running]
-    rows.lengths = np.ones(len(running), dtype=np.int64)
-    rows.sampling, rows.outputs = np.arange(len(running)), running
-    rows.behind = np.zeros(len(running), dtype=np.int64)
+    decode, output_of_slot = _decode_slots(command.decode_slots, slots.limits.max_slots)
+    if len(decode) and not slots.is_open[decode].all():
+        raise ProtocolError("a decode row's slot is not open")
+    running, outputs = _running(decode, slots)
+    count = len(running)
+    rows = StepRows(running, _ONES.first(count), count, num_outputs=len(decode), num_tokens=count)
+    rows.sampling, rows.behind, rows.outputs = _RISING.first(count), _ZEROS.first(count), outputs
+    rows.output_of_slot = output_of_slot
     if command.prefills:
         _add_prefills(rows, command, slots)
     _require_room(rows, slots, max_batched_tokens)
     return rows
 
 
-def _decode_slots(command: StepCommand, slots: Slots) -> Ints:
-    decode = column(command.decode_slots)
-    if not len(decode):
-        return decode
-    if not (decode.min() >= 0 and decode.max() < slots.limits.max_slots and slots.is_open[decode].all()):
-        raise ProtocolError("a decode row's slot is not open")
-    if len(np.unique(decode)) != len(decode):
+@lru_cache(maxsize=8)  # step after step the same slots decode
+def _decode_slots(decode_slots: bytes, max_slots: int) -> tuple[Ints, dict[int, int]]:
+    """The column, and the place of each slot in it. Raises ProtocolError."""
+    decode = column(decode_slots)
+    outputs = {slot: output for output, slot in enumerate(decode.tolist())}
+    if len(outputs) != len(decode):
         raise ProtocolError("a slot has two decode rows")
-    return decode
+    if len(decode) and not 0 <= min(outputs) <= max(outputs) < max_slots:
+        raise ProtocolError("a decode row's slot is not open")
+    decode.flags.writeable = False
+    return decode, outputs
 
 
-def _running(decode: Ints, slots: Slots) -> Ints:
-    ended = slots.ended[decode] | (slots.remaining[decode] <= 0)
-    running = np.flatnonzero(~ended)
-    slots.lagging[decode[ended]] = True
-    if (slots.last_token[decode[running]] < 0).any():
+def _running(decode: Ints, slots: Slots) -> tuple[Ints, Ints]:
+    """Which of the slots have not ended, and their places."""
+    running, places = decode, _RISING.first(len(decode))
+    goes_on = slots.remaining[decode] > 0
+    goes_on &= ~slots.ended[decode]
+    if not goes_on.all():
+        places = np.flatnonzero(goes_on)
+        running = decode[places]
+        slots.lagging[decode[~goes_on]] = True
+    if len(running) and slots.last_token[running].min() < 0:
         raise ProtocolError("a decode row's slot has sampled nothing yet")
-    return running
+    return running, places
 
 
 def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
@@ -117,6 +126,7 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
     disappointed = _compare(command.prefills, chunks, slots)
     lagging = slots.lagging[which].tolist()
     seen = set(rows.output_of_slot)
+    output_of_slot = dict(rows.output_of_slot)
     added: list[int] = []
     recalled: list[int] = []
     num_computed = rows.num_decode + _num_with_tokens(chunks, lagging)
@@ -130,7 +140,7 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
         seen.add(slot)
         output = -1
         if prefill.sample:
-            output = rows.output_of_slot[slot] = rows.num_outputs
+            output = output_of_slot[slot] = rows.num_outputs
             rows.num_outputs += 1 + drafts
         if drafts:
             _require_plain(prefill, slots)
@@ -158,10 +168,12 @@ def _add_prefills(rows: StepRows, command: StepCommand, slots: Slots) -> None:
             outputs += range(output, output + 1 + drafts)
         if prefill.score_from >= 0:
             rows.spans.extend(_span(index, row, prefill, tokens, int(slots.computed[slot])))
+    rows.output_of_slot = output_of_slot
     rows.num_recalled = len(recalled)
     rows.chunks += [_NONE] * len(recalled)
     rows.slots = np.concatenate([rows.slots, np.array(added + recalled, dtype=np.int64)])
     rows.lengths = np.concatenate([rows.lengths, np.array([len(c) for c in rows.chunks], dtype=np.int64)])
+    rows.num_tokens = int(rows.lengths.sum())
     rows.sampling = np.concatenate([rows.sampling, np.array(sampling, dtype=np.int64)])
     rows.behind = np.concatenate([rows.behind, np.array(behind, dtype=np.int64)])
     rows.outputs = np.concatenate([rows.outputs, np.array(outputs, dtype=np.int64)])
@@ -253,13 +265,31 @@ def _span(index: int, row: int, prefill: PrefillRow, tokens: Ints, start: int) -
 
 
 def _require_room(rows: StepRows, slots: Slots, max_batched_tokens: int) -> None:
-    total = int(rows.lengths.sum())
-    if total > max_batched_tokens:
-        raise ProtocolError(f"a step of {total} tokens, at most {max_batched_tokens}")
+    if rows.num_tokens > max_batched_tokens:
+        raise ProtocolError(f"a step of {rows.num_tokens} tokens, at most {max_batched_tokens}")
     ends = slots.computed[rows.slots] + rows.lengths
-    room = np.minimum(slots.page_counts[rows.slots] * slots.limits.page_size, slots.limits.max_context)
-    if (ends > room).any():
-        slot = int(rows.slots[np.argmax(ends > room)])
+    too_far = ends > slots.room[rows.slots]
+    if too_far.any():
+        slot = int(rows.slots[np.argmax(too_far)])
         raise ProtocolError(
             f"slot {slot} would hold {slots.computed[slot]} tokens and more than its pages have room for"
         )
+
+
+class _Fixed:
+    """A column that is the same for any number of rows, as far as it is needed."""
+
+    def __init__(self, make: Callable[[int], Ints]) -> None:
+        self._make = make
+        self._whole = make(0)
+
+    def first(self, count: int) -> Ints:
+        if count > len(self._whole):
+            self._whole = self._make(2 * count)
+            self._whole.flags.writeable = False
+        return self._whole[:count]
+
+
+_ONES = _Fixed(lambda count: np.ones(count, dtype=np.int64))
+_ZEROS = _Fixed(lambda count: np.zeros(count, dtype=np.int64))
+_RISING = _Fixed(lambda count: np.arange(count, dtype=np.int64))

@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from services.gpu_worker import selection
-from services.gpu_worker.kernels import logits as passes
 from services.gpu_worker.kernels.library import Library
-from services.gpu_worker.kernels.logits import Blocks
+from services.gpu_worker.kernels.logits import Blocks, Draws
 from services.gpu_worker.rng import uniforms
 from services.gpu_worker.sampling_columns import SampleRows
 from services.gpu_worker.selection import BLOCK, pick_anywhere, pick_filtered
@@ -33,6 +32,7 @@ class Sampler:
         self._width = -(-vocab_size // BLOCK) * BLOCK
         self._vocab_size = vocab_size
         self._device = device
+        self._draws: Draws | None = None
         self._scratch = torch.zeros((0, self._width), dtype=torch.float32, device=device)
 
     def sample(self, logits: torch.Tensor, rows: SampleRows, blocks: Blocks | None = None) -> tuple[Ints, Flags]:
@@ -57,14 +57,13 @@ class Sampler:
         self, kernels: Library, logits: torch.Tensor, rows: SampleRows, blocks: Blocks | None
     ) -> tuple[Ints, Flags]:
         """As `sample`, by the kernels."""
-        needed = passes.draw_scratch(kernels, self._vocab_size, passes.threads_for(len(logits)))
-        if self._scratch.numel() < needed:
-            self._scratch = torch.zeros((1, needed), dtype=torch.float32)
-        blocks = Blocks.of(kernels, logits) if blocks is None else blocks
-        tokens, highest = passes.draw_rows(logits, blocks, rows, self._scratch)
+        draws = self._draws
+        if draws is None or not draws.is_of(logits, blocks, rows.columns):
+            known = Blocks.of(kernels, logits) if blocks is None else blocks
+            draws = self._draws = Draws(logits, known, rows.columns)
+        tokens, highest = draws.run(rows.slots, rows.positions)
         fit = np.isfinite(highest)
-        tokens[~fit] = -1
-        return tokens, fit
+        return (tokens.copy() if fit.all() else np.where(fit, tokens, -1)), fit
 
     def _draw(self, logits: torch.Tensor, peaks: torch.Tensor, rows: SampleRows, drawn: Ints, tokens: Ints) -> None:
         """The tokens of the rows `drawn`."""

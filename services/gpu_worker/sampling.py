@@ -112,8 +112,9 @@ def sample_rows(
     who = rows.slots[rows.sampling]
     positions = slots.computed[who] - rows.behind
     raw = Raw(logits, blocks)
-    if masks is not None or slots.edited[who].any():
-        if slots.scored[who].any():
+    edited = bool(slots.edited[who].any())
+    if masks is not None or edited:
+        if slots.num_scored and slots.scored[who].any():
             raw = raw.copy()
         _edit(logits, blocks, who, positions, masks, slots, forbid)
     tokens, fit = sampler.sample(logits, slots.sampling.rows(who, positions), blocks)
@@ -128,7 +129,9 @@ def sample_rows(
         _score(raw, who, tokens, fit, rows, slots, outcome)
     if counts is not None:
         who, positions, drawn = who[counts], positions[counts], tokens[counts]
-    _settle(who, positions, drawn, slots)
+    _settle(who, positions, drawn, slots, is_distinct=not rows.drafts)
+    if edited:
+        extend_answers(who, positions, drawn, slots)
     outcome.tokens[rows.outputs] = tokens
 
 
@@ -224,14 +227,20 @@ def _score(
         outcome.add_scores(output, scores)
 
 
-def _settle(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:
+def _settle(who: Ints, positions: Ints, tokens: Ints, slots: Slots, *, is_distinct: bool) -> None:
+    """`is_distinct`: no slot is there several times."""
     slots.last_token[who] = tokens
-    slots.remaining -= np.bincount(who, minlength=len(slots.remaining))  # a slot may be there several times
-    slots.ended[who] |= slots.remaining[who] <= 0
+    if is_distinct:
+        remaining = slots.remaining[who] - 1
+        slots.remaining[who] = remaining
+    else:
+        slots.remaining -= np.bincount(who, minlength=len(slots.remaining))
+        remaining = slots.remaining[who]
+    if remaining.min(initial=1) <= 0:
+        slots.ended[who[remaining <= 0]] = True
     for row, (slot, token) in enumerate(zip(who.tolist(), tokens.tolist(), strict=True)):
         if token in slots.stops[slot]:
             slots.ended[slot] |= may_stop(slots, slot, int(positions[row]))
-    extend_answers(who, positions, tokens, slots)
 
 
 def extend_answers(who: Ints, positions: Ints, tokens: Ints, slots: Slots) -> None:

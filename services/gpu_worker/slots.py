@@ -62,6 +62,7 @@ class Slots:
         self.scored = np.zeros(n, dtype=np.bool_)
         self.num_scored = 0
         self.page_counts = np.zeros(n, dtype=np.int64)
+        self.room = np.zeros(n, dtype=np.int64)  # most tokens its pages can hold
         self.computed = np.zeros(n, dtype=np.int64)
         self.last_token = np.full(n, -1, dtype=np.int64)
         self.remaining = np.zeros(n, dtype=np.int64)
@@ -77,18 +78,20 @@ class Slots:
 
     def apply(self, command: StepCommand) -> None:
         """Closes, then opens, then page appends."""
-        for slot in column(command.closes).tolist():
-            self.require_open(slot)
-            self._close(slot)
+        if command.closes:
+            for slot in column(command.closes).tolist():
+                self.require_open(slot)
+                self._close(slot)
         for opened in command.opens:
             self._open(opened)
-        self._append(column(command.page_slots), column(command.page_ids))
+        if command.page_slots or command.page_ids:
+            self._append(column(command.page_slots), column(command.page_ids))
 
     def copy_pairs(self, command: StepCommand) -> tuple[Ints, Ints] | None:
         """Sources and targets of the command's page copies."""
-        pairs = column(command.page_copies)
-        if not len(pairs):
+        if not command.page_copies:
             return None
+        pairs = column(command.page_copies)
         if len(pairs) % 2:
             raise ProtocolError("page_copies is no list of pairs")
         self._require_pages(pairs)
@@ -133,7 +136,7 @@ class Slots:
         self.is_open[slot] = True
         self.ended[slot] = self.lagging[slot] = False
         self.table[slot, : len(pages)] = pages
-        self.page_counts[slot] = len(pages)
+        self._set_pages(slot, len(pages))
         self.computed[slot] = opened.num_computed
         self.last_token[slot] = -1
         self.remaining[slot] = min(max(opened.remaining, 0), INT32_MAX)
@@ -183,7 +186,11 @@ class Slots:
             if at >= self.limits.max_pages:
                 raise ProtocolError(f"slot {slot} has more pages than {self.limits.max_context} tokens need")
             self.table[slot, at] = page
-            self.page_counts[slot] = at + 1
+            self._set_pages(slot, at + 1)
+
+    def _set_pages(self, slot: int, count: int) -> None:
+        self.page_counts[slot] = count
+        self.room[slot] = min(count * self.limits.page_size, self.limits.max_context)
 
     def _require_pages(self, pages: Ints) -> None:
         if len(pages) and not (pages.min() >= 0 and pages.max() < self.limits.num_pages):

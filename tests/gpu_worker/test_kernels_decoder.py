@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,21 @@ from services.gpu_worker.attention.native import NativeAttention
 from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.kernels import library
 from services.gpu_worker.kernels.decoder import LayerWeights, NativeDecoder
+from services.gpu_worker.kernels.logits import Blocks
 from services.gpu_worker.kv_cache import KVCache
 from services.gpu_worker.layers.packed_linear import PackedLinear
+from services.gpu_worker.layers.rotary import RopeConfig, Rotary, RotaryTables
 
 LIBRARY = library.load()
 HIDDEN, INTER, HEADS, KV_HEADS, DIM, LAYERS, PAGE, EPS = 96, 112, 6, 2, 32, 2, 16, 1e-5
+VOCAB, CONTEXT = 500, 512
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.15}
+
+
+@pytest.fixture(autouse=True)
+def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RotaryTables, "FIRST_ROWS", 8)
 
 
 @pytest.fixture(params=library.available_isas(LIBRARY.functions))
@@ -46,16 +55,21 @@ class Model:
                 PackedLinear(kernels, w, b, gated=i == 2) for i, (w, b) in enumerate(zip(weights, biases, strict=True))
             ]
             layers.append(LayerWeights(*packed, *norms, qk, AttentionSpec(DIM**-0.5), rope))
-        self.native = NativeDecoder(kernels, layers, q_heads=HEADS, eps=EPS)
+        self.embedding = torch.empty(VOCAB, HIDDEN, dtype=dtype)
+        rope = RopeConfig("default", 100, DIM, CONTEXT)
+        self.rotary = Rotary(rope, CONTEXT, torch.device("cpu"), deterministic=False)
+        tables = RotaryTables(self.rotary, CONTEXT)
+        self.native = NativeDecoder(kernels, layers, self.embedding, tables, q_heads=HEADS, eps=EPS)
 
-    def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions.double()[:, None] / 100 ** (torch.arange(DIM // 2) / (DIM // 2))
-        return angles.cos().float(), angles.sin().float()
+    def ids(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens whose embeddings are x [n, HIDDEN]."""
+        self.embedding[: len(x)] = x
+        return torch.arange(len(x))
 
     def expected(self, x: torch.Tensor) -> torch.Tensor:
         """One row's tokens from position 0, in float64."""
         x, count = x.double(), x.shape[0]
-        cos, sin = (table[:, None].double() for table in self.tables(torch.arange(count)))
+        cos, sin = (table[:, None].double() for table in self.rotary.halves(torch.arange(count)))
         for weights, biases, norms, qk_norm in self.plain:
             qkv, output, gate_up, down = (
                 lambda y, w=w, b=b: F.linear(y, w.double(), None if b is None else b.double())
@@ -75,8 +89,11 @@ class Model:
             x = x + down(F.silu(gate) * up)
         return x
 
-    def steps(self, x: torch.Tensor, ends: list[int], beside: int = 0) -> torch.Tensor:
-        """The tokens in chunks that end at `ends`, each beside other rows of one token; the last chunk's outputs."""
+    def steps(self, x: torch.Tensor, ends: list[int], beside: int = 0, **kept: Any) -> torch.Tensor:
+        """The tokens in chunks that end at `ends`, each beside other rows of one token; the last chunk's outputs.
+
+        `kept`: what else the step takes, such as other tokens to keep.
+        """
         pages = math.ceil(x.shape[0] / PAGE)
         cache = KVCache(LAYERS, pages + beside, PAGE, KV_HEADS, DIM, self.dtype, torch.device("cpu"))
         attention = NativeAttention(cache, library_of(self.native))
@@ -100,9 +117,8 @@ class Model:
             )
             attention.plan(batch)
             others = torch.randn(beside, HIDDEN).to(self.dtype)
-            out = self.native.forward(
-                torch.cat([others, x[start:end]]), *self.tables(positions), batch.logit_rows, attention
-            )
+            ids = self.ids(torch.cat([others, x[start:end]]))
+            out = self.native.forward(ids, positions, **{"keep": batch.logit_rows, "attention": attention, **kept})
         return out
 
 
@@ -181,9 +197,32 @@ def test_only_wanted_rows_come_out(kernels: library.Library, dtype: torch.dtype)
     )
     for keep in (torch.tensor([49, 3]), torch.tensor([], dtype=torch.int64)):
         attention.plan(batch)
-        out = model.native.forward(x.clone(), *model.tables(positions), keep, attention)
-        assert torch.equal(out, expected[keep])
+        assert torch.equal(model.native.forward(model.ids(x), positions, keep, attention), expected[keep])
+    model.native.forward(model.ids(x), positions * 3 + 100, torch.tensor([0]), attention)  # the tables grow
     with pytest.raises(ValueError, match="keep"):
-        model.native.forward(x.clone(), *model.tables(positions), torch.tensor([50]), attention)
+        model.native.forward(model.ids(x), positions, torch.tensor([50]), attention)
     with pytest.raises(ValueError, match="tokens"):
-        model.native.forward(x[:9].clone(), *model.tables(positions[:9]), torch.tensor([0]), attention)
+        model.native.forward(model.ids(x[:9]), positions[:9], torch.tensor([0]), attention)
+    for strange in (-1, VOCAB):
+        with pytest.raises(ValueError, match="vocabulary"):
+            model.native.forward(model.ids(x).index_fill(0, torch.tensor([7]), strange), positions, keep, attention)
+    for strange in (-1, CONTEXT):
+        with pytest.raises(ValueError, match="position"):
+            model.native.forward(model.ids(x), positions.index_fill(0, torch.tensor([7]), strange), keep, attention)
+
+
+@BOTH
+@pytest.mark.parametrize("count", [1, 20, 330])
+def test_the_head_runs_in_the_same_call(kernels: library.Library, dtype: torch.dtype, count: int) -> None:
+    model = Model(kernels, dtype, bias=False, qk_norm=False, rope=True)
+    x, keep = torch.randn(count, HIDDEN).to(dtype), torch.tensor([count - 1, 0])
+    head = PackedLinear(kernels, (torch.randn(VOCAB, HIDDEN) / math.sqrt(HIDDEN)).to(dtype))
+    norm = torch.rand(HIDDEN).add(0.5).to(dtype)
+    states, blocks = model.steps(x, [count], keep=keep), Blocks.empty(kernels, 2, VOCAB)
+    expected = head.forward(states, norm=norm, eps=EPS, float32=True, blocks=blocks)
+    found, out, logits = Blocks.empty(kernels, 2, VOCAB), torch.empty_like(states), torch.empty_like(expected)
+    call = head.prepared(out, logits, norm=norm, eps=EPS, blocks=found)
+    assert model.steps(x, [count], keep=keep, out=out, head=call) is out
+    assert torch.equal(out, states)
+    assert torch.equal(logits, expected)
+    assert torch.equal(found.peaks, blocks.peaks)

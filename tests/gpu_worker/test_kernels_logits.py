@@ -167,9 +167,8 @@ def greedy(
     columns = SamplingColumns(1, x.shape[1])
     columns.set(0, SamplingParams(temperature=0.0))
     slots = np.zeros(len(x), np.int64)
-    scratch = torch.zeros(logits.draw_scratch(kernels, x.shape[1], logits.threads_for(len(x))))
     blocks = logits.Blocks.of(kernels, x) if blocks is None else blocks
-    tokens, highest = logits.draw_rows(x, blocks, columns.rows(slots, slots), scratch)
+    tokens, highest = logits.Draws(x, blocks, columns).run(slots, slots)
     return tokens.tolist(), highest
 
 
@@ -182,13 +181,12 @@ def test_sums_that_are_known_choose_the_same_tokens(kernels: library.Library, vo
         columns.set(slot, SamplingParams(temperature=0.7, seed=3, **way))
     x = torch.randn(n, vocab) * 2
     slots = np.arange(n) % len(ways)
-    rows = columns.rows(slots, np.arange(n))
     known = logits.Blocks.of(kernels, x, torch.from_numpy(columns.scale[slots]))
     words = np.full((n, logits.blocks_of(vocab)), 0xF0F0F0FF, dtype=np.uint32)
     logits.mask_rows(x, known, np.arange(n), words)
-    scratch = torch.zeros(logits.draw_scratch(kernels, vocab, logits.threads_for(n)))
-    expected, _ = logits.draw_rows(x, logits.Blocks.of(kernels, x), rows, scratch)
-    assert logits.draw_rows(x, known, rows, scratch)[0].tolist() == expected.tolist()
+    draws = [logits.Draws(x, blocks, columns) for blocks in (logits.Blocks.of(kernels, x), known)]
+    expected, found = (draw.run(slots, np.arange(n))[0] for draw in draws)
+    assert found.tolist() == expected.tolist()
     assert len(set(expected.tolist())) > vocab // 40
 
 
@@ -265,3 +263,13 @@ def test_what_does_not_fit_is_refused() -> None:
         logits.score_rows(x, blocks, np.array([0, 40]), 3)
     with pytest.raises(ValueError, match="blocks"):
         logits.score_rows(x, blocks.first(1), np.zeros(2, np.int64), 3)
+
+
+def test_draws_refuse_rows_without_parameters(kernels: library.Library) -> None:
+    x, columns = torch.zeros(2, 40), SamplingColumns(3, 40)
+    draws = logits.Draws(x, logits.Blocks.of(kernels, x), columns)
+    for slots in ([0, 3], [-1, 0]):
+        with pytest.raises(ValueError, match="parameters"):
+            draws.run(np.array(slots), np.zeros(2, np.int64))
+    with pytest.raises(ValueError, match="each row"):
+        draws.run(np.zeros(1, np.int64), np.zeros(1, np.int64))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from services.gpu_worker.kernels import NativeUnavailable, library
+from services.gpu_worker.kernels.decoder import NativeDecoder
 from services.gpu_worker.models import native_step
-from services.gpu_worker.models.native_step import NativeStep
 from tests.gpu_worker.tiny_models import Sequence, Session, load, random_tokens, reference_logits, save_model
 
 CHUNKS = (7, 1, 13, 2, 17, 1)
@@ -20,13 +20,13 @@ CHUNKS = (7, 1, 13, 2, 17, 1)
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of tokens of the steps the kernels have run."""
     seen: list[int] = []
-    layers = NativeStep.layers
+    forward = NativeDecoder.forward
 
-    def recorded(self: NativeStep, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        seen.append(x.shape[0])
-        return layers(self, x, *rest)
+    def recorded(self: NativeDecoder, token_ids: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        seen.append(token_ids.shape[0])
+        return forward(self, token_ids, *rest, **more)
 
-    monkeypatch.setattr(NativeStep, "layers", recorded)
+    monkeypatch.setattr(NativeDecoder, "forward", recorded)
     return seen
 
 

@@ -24,6 +24,7 @@ from services.gpu_worker.models.config import ModelConfig
 
 __all__ = ["NativeAttention", "NativeUnavailable", "load"]
 
+_NO_GROUPS = (torch.empty(0, dtype=torch.int32),) * 3
 _PLAN_ERRORS = {
     -1: "no memory for scratch",
     1: "head counts, head size or page size do not fit",
@@ -155,16 +156,18 @@ class NativeAttention:
 
 def _group_arrays(groups: Sequence[SharedGroup]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """All groups' rows one after the other, their numbers of rows and of pages; int32."""
+    if not groups:
+        return _NO_GROUPS
     rows = [group.rows.to(torch.int32) for group in groups]
     return (
-        torch.cat(rows) if rows else torch.empty(0, dtype=torch.int32),
+        torch.cat(rows),
         torch.tensor([len(r) for r in rows], dtype=torch.int32),
         torch.tensor([group.num_pages for group in groups], dtype=torch.int32),
     )
 
 
 def _contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype).contiguous()
+    return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 
 def _rows(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

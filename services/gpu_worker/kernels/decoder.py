@@ -1,7 +1,8 @@
-"""All layers of a Llama-like decoder's step in one native call. Leaves embedding, last norm and head to the model."""
+"""A Llama-like decoder's step in one native call, with its head if wanted. Leaves what the head is to the model."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,17 @@ import torch
 
 from services.gpu_worker.attention.base import AttentionSpec
 from services.gpu_worker.attention.native import NativeAttention
-from services.gpu_worker.kernels.library import DTYPES, WEIGHT_FORMS, DecoderCall, DecoderLayer, Library
+from services.gpu_worker.kernels.library import DTYPES, WEIGHT_FORMS, DecoderCall, DecoderLayer, Library, LinearCall
 from services.gpu_worker.layers.packed_linear import PackedLinear
+from services.gpu_worker.layers.rotary import RotaryTables
+
+# StepError of interface.h
+NO_MEMORY, BEYOND_TABLES = -1, 2
+_ERRORS = {
+    1: "a token is not in the vocabulary",
+    2: "a position is beyond the context",
+    3: "a row to keep is not in the step",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,58 +39,79 @@ class LayerWeights:
 
 
 class NativeDecoder:
-    """Runs the layers over a NativeAttention's cache; SiLU feed-forward, fp32 or bf16.
+    """Embedding and layers over a NativeAttention's cache; SiLU feed-forward, fp32 or bf16.
 
     As with its parts, a token's result does not depend on the rows beside it, the chunking or the threads.
     """
 
-    def __init__(self, kernels: Library, layers: Sequence[LayerWeights], *, q_heads: int, eps: float) -> None:
+    def __init__(
+        self,
+        kernels: Library,
+        layers: Sequence[LayerWeights],
+        embedding: torch.Tensor,
+        tables: RotaryTables,
+        *,
+        q_heads: int,
+        eps: float,
+    ) -> None:
+        """embedding [vocab, hidden], contiguous."""
         first = layers[0]
+        if not embedding.is_contiguous() or embedding.dtype != first.qkv.dtype:
+            raise ValueError(f"embeddings of {embedding.dtype} do not fit")
         self._layers = tuple(layers)  # keeps the memory alive
+        self._embedding, self._tables = embedding, tables
         self._run = kernels.functions.rf_decoder
         self._isa = kernels.isa_id
-        self._dtype = first.qkv.dtype
         self._structs = (DecoderLayer * len(layers))(*(_layer(layer) for layer in layers))
         self._call = DecoderCall(
             layers=self._structs,
+            embedding=embedding.data_ptr(),
             eps=eps,
+            vocab=embedding.shape[0],
             num_layers=len(layers),
-            hidden=first.qkv.inputs,
+            hidden=embedding.shape[1],
             intermediate=first.down.inputs,
             q_heads=q_heads,
-            dtype=DTYPES[self._dtype],
+            dtype=DTYPES[embedding.dtype],
             weights=WEIGHT_FORMS[first.qkv.form],
         )
+        self._take_tables()
         self._bound: NativeAttention | None = None
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, keep: torch.Tensor, attention: NativeAttention
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        keep: torch.Tensor,
+        attention: NativeAttention,
+        *,
+        out: torch.Tensor | None = None,
+        head: LinearCall | None = None,
     ) -> torch.Tensor:
-        """x [T, hidden], contiguous, is overwritten; returns the last layer's tokens `keep` (int64 [L]), [L, hidden].
+        """token_ids and positions int64 [T] -> what the layers make of the tokens `keep` (int64 [L]), [L, hidden].
 
-        cos and sin: fp32 [T, D / 2], strided alike. `attention` has this step's plan; K and V go to its cache.
+        `attention` has this step's plan; K and V go to its cache. `head`: is run then, over memory that is `out`.
         """
-        call, hidden = self._call, self._call.hidden
-        if not x.is_contiguous() or x.dtype != self._dtype or x.shape[1] != hidden:
-            raise ValueError(f"x {tuple(x.shape)} of {x.dtype} does not fit")
+        call = self._call
         self._bind(attention)
-        if cos.shape != (x.shape[0], call.head_dim // 2) or cos.stride() != sin.stride() or cos.stride(1) != 1:
-            raise ValueError(f"rotary tables {tuple(cos.shape)} do not fit")
-        if cos.dtype != torch.float32 or sin.dtype != torch.float32:
-            raise ValueError("rotary tables are fp32")
-        keep = keep.to(torch.int64).contiguous()
-        if keep.numel() and not 0 <= int(keep.min()) <= int(keep.max()) < x.shape[0]:
-            raise ValueError("a row to keep is not in the step")
-        out = torch.empty((keep.shape[0], hidden), dtype=x.dtype)
-        plan = attention.prepared(call.q_heads)
-        if attention.planned_tokens != x.shape[0]:
-            raise ValueError(f"the step has {attention.planned_tokens} tokens, x has {x.shape[0]}")
-        call.x, call.out, call.keep = x.data_ptr(), out.data_ptr(), keep.data_ptr()
-        call.cos, call.sin, call.table_stride = cos.data_ptr(), sin.data_ptr(), cos.stride(0)
-        call.tokens, call.num_keep, call.threads = x.shape[0], keep.shape[0], torch.get_num_threads()
-        if self._run(self._isa, plan, call):
-            raise MemoryError("no memory for a decoder step")
+        plan, tokens = attention.prepared(call.q_heads), token_ids.shape[0]
+        if out is None:
+            out = torch.empty((keep.shape[0], call.hidden), dtype=self._embedding.dtype)
+        if not attention.planned_tokens == tokens == positions.shape[0] or len(out) != len(keep):
+            raise ValueError(f"the step has {attention.planned_tokens} tokens, not {tokens} and {positions.shape[0]}")
+        columns = [_column(ids) for ids in (token_ids, positions, keep)]
+        call.token_ids, call.positions, call.keep = (column.data_ptr() for column in columns)
+        call.tokens, call.num_keep, call.out = tokens, keep.shape[0], out.data_ptr()
+        call.threads, call.head = torch.get_num_threads(), None if head is None else ctypes.pointer(head)
+        while wrong := self._run(self._isa, plan, call):
+            if wrong != BEYOND_TABLES or not self._tables.grow():
+                raise MemoryError("no memory for a decoder step") if wrong == NO_MEMORY else ValueError(_ERRORS[wrong])
+            self._take_tables()
         return out
+
+    def _take_tables(self) -> None:
+        tables, call = self._tables, self._call
+        call.cos, call.sin, call.table_rows = tables.cos.data_ptr(), tables.sin.data_ptr(), tables.rows
 
     def _bind(self, attention: NativeAttention) -> None:
         """Takes the places of the layers' K and V, once per cache."""
@@ -89,12 +120,14 @@ class NativeDecoder:
         caches = attention.caches
         _, _, kv_heads, _, head_dim = caches[0].shape
         rows = (self._call.q_heads + 2 * kv_heads) * head_dim
-        if len(caches) != len(self._layers) or caches[0].dtype != self._dtype:
+        if len(caches) != len(self._layers) or caches[0].dtype != self._embedding.dtype:
             raise ValueError("the cache does not fit the decoder")
         for struct, cache, layer in zip(self._structs, caches, self._layers, strict=True):
             if layer.qkv.outputs != rows or layer.output.inputs != self._call.q_heads * head_dim:
                 raise ValueError("the projections do not fit the cache's heads")
             struct.cache = cache.data_ptr()
+        if self._tables.cos.shape[1] != head_dim // 2:
+            raise ValueError("the rotary tables do not fit the cache's heads")
         self._call.kv_heads, self._call.head_dim = kv_heads, head_dim
         self._bound = attention
 
@@ -117,3 +150,7 @@ def _layer(layer: LayerWeights) -> DecoderLayer:
         window=layer.spec.sliding_window,
         rope=layer.rope,
     )
+
+
+def _column(ids: torch.Tensor) -> torch.Tensor:
+    return ids if ids.dtype == torch.int64 and ids.is_contiguous() else ids.to(torch.int64).contiguous()

@@ -157,7 +157,7 @@ class DrawCall(ctypes.Structure):
         *((name, c_void_p) for name in ("greedy", "temperatures", "top_p", "min_p", "top_k")),
         *((name, c_void_p) for name in ("seeds", "slots", "positions", "tokens", "peaks", "scratch")),
         ("stride", c_int64),
-        *((name, c_int32) for name in ("count", "vocab", "threads")),
+        *((name, c_int32) for name in ("count", "vocab", "num_slots", "threads")),
     )
 
 
@@ -177,15 +177,16 @@ class DecoderLayer(ctypes.Structure):
 
 
 class DecoderCall(ctypes.Structure):
-    """All layers of one step; mirrors DecoderCall of interface.h."""
+    """A whole step; mirrors DecoderCall of interface.h."""
 
     _fields_ = (
         ("layers", POINTER(DecoderLayer)),
-        *((name, c_void_p) for name in ("x", "out", "cos", "sin", "keep")),
-        ("table_stride", c_int64),
+        ("head", POINTER(LinearCall)),
+        *((name, c_void_p) for name in ("embedding", "token_ids", "positions", "keep", "out", "cos", "sin")),
         ("eps", c_float),
-        *((name, c_int32) for name in ("num_layers", "num_keep", "tokens", "hidden", "intermediate")),
-        *((name, c_int32) for name in ("q_heads", "kv_heads", "head_dim", "dtype", "threads", "weights")),
+        *((name, c_int32) for name in ("vocab", "table_rows", "num_layers", "num_keep", "tokens", "hidden")),
+        *((name, c_int32) for name in ("intermediate", "q_heads", "kv_heads", "head_dim", "dtype", "threads")),
+        ("weights", c_int32),
     )
 
 
@@ -216,7 +217,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rf_mask": (None, (c_int, POINTER(MaskCall))),
     "rf_score": (None, (c_int, POINTER(ScoreCall))),
     "rf_draw_floats": (c_int64, (c_int,)),
-    "rf_draw": (None, (c_int, POINTER(DrawCall))),
+    "rf_draw": (c_int, (c_int, POINTER(DrawCall))),
     "rf_read_memory": (c_uint64, (_P, c_int64, c_int)),
     "rf_pin_threads": (c_int, (_P, c_int, c_int)),
     "rf_copy_pages": (c_int, (POINTER(_P), c_int, _P, _P, c_int, c_int64, c_int)),

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from services.gpu_worker.edit_columns import EditColumns
 from services.gpu_worker.kernels import NativeUnavailable, library
 from services.gpu_worker.kernels.library import BlockCall, BlockTable, DrawCall, EditCall, Library, MaskCall, ScoreCall
-from services.gpu_worker.sampling_columns import SampleRows
+from services.gpu_worker.sampling_columns import SamplingColumns
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -75,6 +75,10 @@ class Blocks:
         )
         kernels.functions.rf_blocks(kernels.isa_id, call)
         return blocks
+
+    @property
+    def rows(self) -> int:
+        return self.scales.shape[0]
 
     def table(self, logits: torch.Tensor) -> BlockTable:
         """For a kernel. Raises ValueError unless this can be about `logits`."""
@@ -191,38 +195,48 @@ def score_rows(logits: torch.Tensor, blocks: Blocks, targets: Ints, top: int) ->
     return RowScores(norms, chosen, ids, logprobs)
 
 
-def draw_rows(
-    logits: torch.Tensor, blocks: Blocks, rows: SampleRows, scratch: torch.Tensor
-) -> tuple[Ints, NDArray[np.float32]]:
-    """A token of each row [n], and its largest logit [n], NaN where any of them is; without a finite one any token.
+class Draws:
+    """Draws from logits that lie in one place, step after step: all but slots and positions is prepared once."""
 
-    `scratch`: fp32 of at least `draw_scratch`. The same tokens as selection.py picks.
-    """
-    n, vocab = logits.shape
-    table = blocks.table(logits)
-    threads = threads_for(n)
-    slots, positions = np.ascontiguousarray(rows.slots, np.int64), np.ascontiguousarray(rows.positions, np.int64)
-    if len(slots) != n or len(positions) != n or scratch.numel() < draw_scratch(blocks.kernels, vocab, threads):
-        raise ValueError("parameters for each row of the logits, and room to draw in")
-    if n and int(slots.view(np.uint64).max()) >= len(rows.columns.greedy):
-        raise ValueError("a row's slot has no parameters")
-    tokens, highest = np.empty(n, np.int64), np.empty(n, np.float32)
-    call = DrawCall(
-        logits.data_ptr(),
-        table,
-        *rows.columns.addresses,
-        slots.ctypes.data,
-        positions.ctypes.data,
-        tokens.ctypes.data,
-        highest.ctypes.data,
-        scratch.data_ptr(),
-        logits.stride(0),
-        n,
-        vocab,
-        threads,
-    )
-    blocks.kernels.functions.rf_draw(blocks.kernels.isa_id, call)
-    return tokens, highest
+    def __init__(self, logits: torch.Tensor, blocks: Blocks, columns: SamplingColumns) -> None:
+        """logits [n, vocab] and what is known of them; `columns`: the slots' parameters. Memory is kept."""
+        n, vocab = logits.shape
+        self.logits, self.blocks, self.columns = logits, blocks, columns
+        self.threads = threads_for(n)
+        self._run, self._isa = blocks.kernels.functions.rf_draw, blocks.kernels.isa_id
+        scratch = torch.empty(draw_scratch(blocks.kernels, vocab, self.threads), dtype=torch.float32)
+        self._slots, self._positions, self._tokens = (np.zeros(n, np.int64) for _ in range(3))
+        self._highest = np.zeros(n, np.float32)
+        held = (self._slots, self._positions, self._tokens, self._highest)
+        self._call = DrawCall(
+            logits.data_ptr(),
+            blocks.table(logits),
+            *columns.addresses,
+            *(column.ctypes.data for column in held),
+            scratch.data_ptr(),
+            logits.stride(0),
+            n,
+            vocab,
+            len(columns.greedy),
+            self.threads,
+        )
+        self._scratch = scratch
+
+    def is_of(self, logits: torch.Tensor, blocks: Blocks | None, columns: SamplingColumns) -> bool:
+        """Whether these are the objects it was prepared for."""
+        return self.logits is logits and self.blocks is blocks and self.columns is columns
+
+    def run(self, slots: Ints, positions: Ints) -> tuple[Ints, NDArray[np.float32]]:
+        """A token of each row [n], and its largest logit [n], NaN where any of them is; without a finite one any token.
+
+        The same tokens as selection.py picks. Both last until the next call. Raises ValueError.
+        """
+        if len(slots) != len(self._slots) or len(positions) != len(self._slots):
+            raise ValueError("a slot and a position for each row of the logits")
+        self._slots[:], self._positions[:] = slots, positions
+        if self._run(self._isa, self._call):
+            raise ValueError("a row's slot has no parameters")
+        return self._tokens, self._highest
 
 
 @functools.cache

@@ -71,17 +71,40 @@ class PackedLinear:
         norm [in]: x is RMS-normalised by it first, x itself staying as it is. residual [rows, out]: added to the
         result; it may be `out` itself. blocks: is noted of the result, which is fp32.
         """
-        if x.dtype != self.dtype or x.shape[1] != self.inputs or x.stride(1) != 1:
-            raise ValueError(f"x {tuple(x.shape)} of {x.dtype} does not fit {self.inputs} inputs of {self.dtype}")
         dtype = torch.float32 if float32 else self.dtype
         if out is None:
             out = torch.empty((x.shape[0], self.outputs), dtype=dtype)
+        self._describe(self._call, x, out, dtype, norm, eps, residual, blocks)
+        if self._run(self._isa, self._call):
+            raise MemoryError("no memory for a matrix product")
+        return out
+
+    def prepared(
+        self, x: torch.Tensor, out: torch.Tensor, *, norm: torch.Tensor, eps: float, blocks: Blocks
+    ) -> LinearCall:
+        """What `forward` would run for this memory, whose owner keeps it, with an fp32 `out`: for steps in one call."""
+        call = LinearCall.from_buffer_copy(self._call)
+        self._describe(call, x, out, torch.float32, norm, eps, None, blocks)
+        return call
+
+    def _describe(
+        self,
+        call: LinearCall,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        dtype: torch.dtype,
+        norm: torch.Tensor | None,
+        eps: float,
+        residual: torch.Tensor | None,
+        blocks: Blocks | None,
+    ) -> None:
+        if x.dtype != self.dtype or x.shape[1] != self.inputs or x.stride(1) != 1:
+            raise ValueError(f"x {tuple(x.shape)} of {x.dtype} does not fit {self.inputs} inputs of {self.dtype}")
         for tensor in (out, residual):
             if tensor is not None and (tensor.dtype != dtype or tensor.shape != out.shape or tensor.stride(1) != 1):
                 raise ValueError("out and residual must have the result's shape and dtype")
         if out.shape != (x.shape[0], self.outputs) or (norm is not None and norm.dtype != self.dtype):
             raise ValueError("out or norm does not fit")
-        call = self._call
         call.blocks = BlockTable() if blocks is None else blocks.table(out)
         call.x, call.x_stride, call.rows = x.data_ptr(), x.stride(0), x.shape[0]
         call.out, call.out_stride, call.out_dtype = out.data_ptr(), out.stride(0), DTYPES[dtype]
@@ -89,9 +112,6 @@ class PackedLinear:
         call.residual = None if residual is None else residual.data_ptr()
         call.residual_stride = 0 if residual is None else residual.stride(0)
         call.threads = torch.get_num_threads()
-        if self._run(self._isa, call):
-            raise MemoryError("no memory for a matrix product")
-        return out
 
     __call__ = forward
 

@@ -77,6 +77,30 @@ class Rotary:
         return cos, sin
 
 
+class RotaryTables:
+    """cos and sin of the first `rows` positions, fp32 [rows, head_dim / 2] each, for kernels that look them up."""
+
+    FIRST_ROWS = 4096
+
+    def __init__(self, rotary: Rotary, max_context: int) -> None:
+        self._rotary = rotary
+        self._max_context = max_context
+        self.cos, self.sin = rotary.halves(torch.arange(min(self.FIRST_ROWS, max_context)))
+
+    @property
+    def rows(self) -> int:
+        return self.cos.shape[0]
+
+    def grow(self) -> bool:
+        """Make room for twice as many positions; False where that is beyond the longest context."""
+        rows = min(2 * self.rows, self._max_context)
+        if rows == self.rows:
+            return False
+        added = self._rotary.halves(torch.arange(self.rows, rows))
+        self.cos, self.sin = torch.cat((self.cos, added[0])), torch.cat((self.sin, added[1]))
+        return True
+
+
 def rotate(x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """Rotate x [T, heads, head_dim]; the two halves of a head are its pairs. The result has x's dtype."""
     cos, signed_sin = tables

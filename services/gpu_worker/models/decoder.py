@@ -21,7 +21,7 @@ from services.gpu_worker.layers.linear import Linear, MakeProduct
 from services.gpu_worker.layers.mlp import GatedMlp
 from services.gpu_worker.layers.moe import ExpertsMaker, SparseMlp
 from services.gpu_worker.layers.norm import add_norm, rms_norm
-from services.gpu_worker.layers.rotary import Rotary, rotate
+from services.gpu_worker.layers.rotary import Rotary, RotaryTables, rotate
 from services.gpu_worker.models.families import DecoderConfig
 from services.gpu_worker.models.kv_scales import is_kv_scale
 from services.gpu_worker.models.native_step import NativeStep
@@ -153,6 +153,7 @@ class Decoder:
         self.head = Linear(self.embedding[rows.start : rows.stop])
         if not config.tied:
             self.head = Linear.empty(len(rows), config.hidden, bias=False, dtype=dtype, device=device)
+        self._max_context = max_context
         self._rotary = Rotary(config.rope, max_context, device, deterministic=deterministic)
         self._deterministic = deterministic
         self._native: NativeStep | None = None
@@ -172,6 +173,11 @@ class Decoder:
         """fp32 logits [len(batch.logit_rows), vocab]; of a group only rank 0 has them all."""
         self.blocks = None
         wanted, hidden = batch.logit_rows, batch.hidden
+        native = self._native if self._native is not None and self._native.takes(batch.num_tokens) else None
+        if native is not None and hidden is None and batch.num_tokens:
+            attention.plan(batch)
+            logits, self.blocks = native.forward(batch, attention)
+            return logits
         if hidden is not None and len(hidden.kept):
             wanted = torch.cat([wanted, hidden.kept])
         normed, x = self._states(batch, wanted, attention)
@@ -189,13 +195,12 @@ class Decoder:
         self, batch: ForwardBatch, wanted: torch.Tensor, attention: AttentionBackend
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """What is behind the last layer for tokens `wanted` [L]: normalised, where that comes with it, and as it is."""
-        x = F.embedding(batch.token_ids, self.embedding)
         if not batch.num_tokens:
-            return None, x
+            return None, self.embedding[:0]
         attention.plan(batch)
         if self._native is not None and self._native.takes(batch.num_tokens):
-            return None, self._native.layers(x, self._rotary.halves(batch.positions), wanted, attention)
-        return self._layer_by_layer(x, batch, wanted, attention)
+            return None, self._native.states(batch, wanted, attention)
+        return self._layer_by_layer(F.embedding(batch.token_ids, self.embedding), batch, wanted, attention)
 
     def _gather(self, logits: torch.Tensor, group: TensorGroup) -> torch.Tensor:
         """This rank's columns -> all of them on rank 0."""
@@ -212,6 +217,10 @@ class Decoder:
         for layer, following in itertools.pairwise(self.layers):
             normed, x = layer.forward(normed, x, rope, attention, following.input_norm, None)
         return self.layers[-1].forward(normed, x, rope, attention, self.final_norm, wanted)
+
+    def rotary_tables(self) -> RotaryTables:
+        """For kernels that look the rotations up."""
+        return RotaryTables(self._rotary, self._max_context)
 
     def targets(self, names: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """Every tensor a checkpoint must have, by its name there, as the place it belongs in.

@@ -1,18 +1,22 @@
-"""The own decoder's layers and head in the CPU kernels. Leaves embedding and rotary tables to `decoder`."""
+"""The own decoder's steps in the CPU kernels. Leaves hidden states that outlive a step to `decoder`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import structlog
 import torch
+from numpy.typing import NDArray
 
 from services.gpu_worker import huge_memory
 from services.gpu_worker.attention.base import AttentionBackend
 from services.gpu_worker.attention.native import NativeAttention
+from services.gpu_worker.batch import ForwardBatch
 from services.gpu_worker.kernels import NativeUnavailable, library
 from services.gpu_worker.kernels.decoder import LayerWeights, NativeDecoder
-from services.gpu_worker.kernels.library import DTYPES, Library
+from services.gpu_worker.kernels.library import DTYPES, Library, LinearCall
 from services.gpu_worker.kernels.logits import Blocks
 from services.gpu_worker.layers.mlp import GatedMlp
 from services.gpu_worker.layers.packed_linear import PackedLinear
@@ -59,6 +63,20 @@ def _obstacle(config: DecoderConfig, dtype: torch.dtype) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The memory that so many rows take through the head, made once: slices cost as much as small products."""
+
+    states: torch.Tensor
+    logits: torch.Tensor
+    blocks: Blocks
+    scales: NDArray[np.float32]  # of the blocks
+    head: LinearCall
+
+    def take_scales(self, scales: NDArray[np.float32] | None) -> None:
+        self.scales[:] = 0 if scales is None else scales
+
+
 class NativeStep:
     """Packed copies of a loaded decoder's weights; not for more than one thread.
 
@@ -80,39 +98,55 @@ class NativeStep:
             for layer, rope in zip(decoder.layers, config.rope_layers, strict=False)
         ]
         self._head = self._pack(kernels, decoder.head)
-        self._layers = NativeDecoder(kernels, layers, q_heads=config.num_heads, eps=config.norm_eps)
+        self._layers = NativeDecoder(
+            kernels, layers, decoder.embedding, decoder.rotary_tables(), q_heads=config.num_heads, eps=config.norm_eps
+        )
         vocab = self._head.outputs
         # Rows that no step has are never touched, and so take no memory.
         self._logits = huge_memory.zeros(4 * KEPT_ROWS * vocab).view(torch.float32).view(KEPT_ROWS, vocab)
         self._blocks = Blocks.empty(kernels, KEPT_ROWS, vocab)
+        self._states = torch.empty((KEPT_ROWS, config.hidden), dtype=decoder.embedding.dtype)
+        self._ways: dict[int, _Way] = {}
 
     def takes(self, rows: int) -> bool:
         return not self.keeps_plain or rows <= NATIVE_ROWS
 
-    def layers(
-        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], keep: torch.Tensor, attention: AttentionBackend
-    ) -> torch.Tensor:
-        """x [T, hidden] is overwritten; rope is cos and sin, fp32 [T, D / 2]. Tokens `keep` [L] -> [L, hidden]."""
-        if not isinstance(attention, NativeAttention):
-            raise TypeError(f"weights packed for native attention, not for {type(attention).__name__}")
-        return self._layers.forward(x, *rope, keep, attention)
+    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> tuple[torch.Tensor, Blocks | None]:
+        """fp32 logits [L, vocab] of the batch's `logit_rows` and what is known of them, both until the next call.
 
-    def logits(self, x: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, Blocks | None]:
-        """x [L, hidden], not yet normalised -> fp32 [L, vocab] and what is known of them, both until the next call.
-
-        `scales` [L]: of the blocks' sums.
         Always the same memory for up to KEPT_ROWS: new pages cost more than the products that fill them.
         """
+        rows = batch.logit_rows.shape[0]
+        if not 0 < rows <= KEPT_ROWS:
+            return self.logits(self.states(batch, batch.logit_rows, attention), batch.scales)
+        way = self._way(rows)
+        way.take_scales(batch.scales)
+        way.head.threads = torch.get_num_threads()
+        self._layers.forward(
+            batch.token_ids, batch.positions, batch.logit_rows, _native(attention), out=way.states, head=way.head
+        )
+        return way.logits, way.blocks
+
+    def states(self, batch: ForwardBatch, keep: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
+        """What is behind the last layer for tokens `keep` [L], not yet normalised: [L, hidden]."""
+        return self._layers.forward(batch.token_ids, batch.positions, keep, _native(attention))
+
+    def logits(self, x: torch.Tensor, scales: NDArray[np.float32] | None) -> tuple[torch.Tensor, Blocks | None]:
+        """x [L, hidden], not yet normalised -> as `forward`. `scales` [L]: of the blocks' sums."""
         rows = x.shape[0]
-        if rows > KEPT_ROWS:
+        if not 0 < rows <= KEPT_ROWS:
             return self._head.forward(x, norm=self._norm, eps=self._eps, float32=True), None
-        logits, blocks = self._logits[:rows], self._blocks.first(rows)
-        if scales is None:
-            blocks.scales.zero_()
-        else:
-            blocks.scales.copy_(scales)
-        self._head.forward(x, out=logits, norm=self._norm, eps=self._eps, float32=True, blocks=blocks)
-        return logits, blocks
+        way = self._way(rows)
+        way.take_scales(scales)
+        self._head.forward(x, out=way.logits, norm=self._norm, eps=self._eps, float32=True, blocks=way.blocks)
+        return way.logits, way.blocks
+
+    def _way(self, rows: int) -> _Way:
+        if rows not in self._ways:
+            states, logits, blocks = self._states[:rows], self._logits[:rows], self._blocks.first(rows)
+            head = self._head.prepared(states, logits, norm=self._norm, eps=self._eps, blocks=blocks)
+            self._ways[rows] = _Way(states, logits, blocks, blocks.scales.numpy(), head)
+        return self._ways[rows]
 
     def _pack_layer(self, kernels: Library, layer: DecoderLayer, rope: bool) -> LayerWeights:
         assert isinstance(layer.mlp, GatedMlp)
@@ -133,3 +167,9 @@ class NativeStep:
         if not self.keeps_plain:
             linear.release()
         return packed
+
+
+def _native(attention: AttentionBackend) -> NativeAttention:
+    if not isinstance(attention, NativeAttention):
+        raise TypeError(f"weights packed for native attention, not for {type(attention).__name__}")
+    return attention

@@ -220,7 +220,10 @@ RF_EXPORT void rf_attention(int isa, void* plan, const LayerCall* call) {
   kernels_of(isa).attention(((Plan*)plan)->batch, *call);
 }
 
-// 0, or -1 without memory. The plan must be of the same step, heads and cache shape.
+// 0, or what is wrong (StepError). The plan must be of the same step, heads and cache shape.
 RF_EXPORT int rf_decoder(int isa, void* plan, const DecoderCall* call) {
-  return kernels_of(isa).decoder(*call, ((Plan*)plan)->batch) ? 0 : -1;
+  if (!within(call->token_ids, call->tokens, call->vocab)) return kNoToken;
+  if (!within(call->positions, call->tokens, call->table_rows)) return kBeyondTables;
+  if (!within(call->keep, call->num_keep, call->tokens)) return kNotInStep;
+  return kernels_of(isa).decoder(*call, ((Plan*)plan)->batch) ? 0 : kNoMemory;
 }

@@ -1,4 +1,4 @@
-// All layers of a decoder's step in one parallel region. Leaves embedding, the last norm and the head to the caller.
+// A decoder's step, from token ids to what the head makes of them, in one parallel region. Leaves checks to the caller.
 //
 // A step of few rows is bound by reading weights; what it must not do is stop between them. Threads meet six times a
 // layer, nothing is allocated, and each row's norm, bias, gate and residual are done where its values already are.
@@ -22,15 +22,18 @@ struct Decoder {
   const DecoderCall& c;
   Batch& batch;
   char* scratch;  // of the products
-  T *qkv, *mixed, *gated, *kept;
+  T *x, *qkv, *mixed, *gated, *kept;
   int64_t q_size, qkv_size;
   int32_t* taken;  // of each product
   Shares shares;
 
-  static int64_t count_bytes(const DecoderCall& c) { return 16 * c.num_layers + padded((int)Shares::bytes(c.threads), 16); }
+  // The counts of chunks taken: four products a layer, and the head.
+  static int64_t taken_bytes(const DecoderCall& c) { return 16 * (c.num_layers + 1); }
+  static int64_t count_bytes(const DecoderCall& c) { return taken_bytes(c) + padded((int)Shares::bytes(c.threads), 16); }
   static int64_t activation_bytes(const DecoderCall& c) {
     const int64_t heads = c.q_heads * 2 + c.kv_heads * 2;
-    return count_bytes(c) + (c.tokens * (heads * c.head_dim + c.intermediate) + (int64_t)c.num_keep * c.q_heads * c.head_dim) * sizeof(T) + 4096;
+    const int64_t kept = (int64_t)c.num_keep * c.q_heads * c.head_dim;
+    return count_bytes(c) + (c.tokens * (c.hidden + heads * c.head_dim + c.intermediate) + kept) * sizeof(T) + 4096;
   }
   static bool own_rows(const DecoderCall& c) { return c.tokens >= kOwnRows * c.threads; }
   static size_t bytes_of(LinearCall widest, int rows) {
@@ -52,28 +55,29 @@ struct Decoder {
     const LinearCall w = widest(c);
     // The last rows may be few where all are many.
     const size_t few = bytes_of(w, c.tokens < kSharedRows ? c.tokens : kSharedRows);
-    size_t most = own_rows(c) ? alone_bytes(w) * c.threads : bytes_of(w, c.tokens);
-    if (own_rows(c)) most = most > bytes_of(w, c.num_keep) ? most : bytes_of(w, c.num_keep);
-    return most > few ? most : few;
+    const size_t kept = bytes_of(w, c.num_keep), most = own_rows(c) ? alone_bytes(w) * c.threads : bytes_of(w, c.tokens);
+    const size_t larger = most > kept ? most : kept;
+    return larger > few ? larger : few;
   }
 
   Decoder(const DecoderCall& call, Batch& b, char* memory)
       : c(call),
         batch(b),
         scratch(memory + activation_bytes(call) / 4096 * 4096 + 4096),
-        shares(call.tokens, (double*)(memory + 16 * call.num_layers)) {
+        shares(call.tokens, (double*)(memory + taken_bytes(call))) {
     q_size = (int64_t)c.q_heads * c.head_dim;
     qkv_size = q_size + 2 * (int64_t)c.kv_heads * c.head_dim;
     taken = (int32_t*)memory;
-    qkv = (T*)(memory + count_bytes(c));
+    x = (T*)(memory + count_bytes(c));
+    qkv = x + (int64_t)c.tokens * c.hidden;
     mixed = qkv + c.tokens * qkv_size;
     gated = mixed + c.tokens * q_size;
     kept = gated + (int64_t)c.tokens * c.intermediate;
   }
 
-  LinearCall product(const void* x, int64_t inputs, const void* weight, const float* bias, void* out, int64_t outputs, int rows) const {
+  LinearCall product(const void* from, int64_t inputs, const void* weight, const float* bias, void* out, int64_t outputs, int rows) const {
     LinearCall p{};
-    p.x = x, p.weight = weight, p.bias = bias, p.out = out;
+    p.x = from, p.weight = weight, p.bias = bias, p.out = out;
     p.x_stride = inputs, p.out_stride = outputs;
     p.rows = rows, p.outputs = (int)outputs, p.inputs = (int)inputs;
     p.dtype = p.out_dtype = c.dtype, p.weights = c.weights, p.threads = c.threads, p.eps = c.eps;
@@ -81,18 +85,24 @@ struct Decoder {
   }
   static void add_to(LinearCall& p) { p.residual = p.out, p.residual_stride = p.out_stride; }
 
+  void embed() {
+    const Range tokens(c.tokens);
+    for (int t = tokens.first; t < tokens.last; t++)
+      memcpy(x + (int64_t)t * c.hidden, (const T*)c.embedding + c.token_ids[t] * c.hidden, c.hidden * sizeof(T));
+#pragma omp barrier
+  }
+
   // Norm and rotation of q and k, and K and V to the cache: each token by one thread.
   void place(const DecoderLayer& layer, const LayerCall& attention) {
     const Range tokens = own_rows(c) ? shares.range : Range(c.tokens);
-    RopeCall rope{qkv, qkv + q_size, c.cos, c.sin, qkv_size, qkv_size, c.table_stride,
-                  c.tokens, c.q_heads, c.kv_heads, c.head_dim, c.dtype, c.threads};
     for (int t = tokens.first; t < tokens.last; t++) {
       T* heads = qkv + t * qkv_size;
       for (int h = 0; layer.qk_norm && h < c.q_heads + c.kv_heads; h++) {
         T* head = heads + (int64_t)h * c.head_dim;
         normalise(head, (const T*)layer.qk_norm + (int64_t)h * c.head_dim, c.head_dim, c.eps, head);
       }
-      if (layer.rope) rotate_token<T>(rope, t);
+      const int64_t at = c.positions[t] * (c.head_dim / 2);
+      if (layer.rope) rotate_heads(heads, c.q_heads + c.kv_heads, c.cos + at, c.sin + at, c.head_dim);
     }
     write_kv<T>(batch, attention, tokens.first, tokens.last);
     shares.done(index(layer));
@@ -113,14 +123,14 @@ struct Decoder {
   void gather() {
     const Range rows(c.num_keep);
     for (int i = rows.first; i < rows.last; i++) {
-      memcpy((T*)c.out + (int64_t)i * c.hidden, (const T*)c.x + c.keep[i] * c.hidden, c.hidden * sizeof(T));
+      memcpy((T*)c.out + (int64_t)i * c.hidden, x + c.keep[i] * c.hidden, c.hidden * sizeof(T));
       memcpy(kept + i * q_size, mixed + c.keep[i] * q_size, q_size * sizeof(T));
     }
 #pragma omp barrier
   }
 
   LinearCall first_product(const DecoderLayer& layer) const {
-    LinearCall p = product(c.x, c.hidden, layer.qkv, layer.qkv_bias, qkv, qkv_size, c.tokens);
+    LinearCall p = product(x, c.hidden, layer.qkv, layer.qkv_bias, qkv, qkv_size, c.tokens);
     p.norm = layer.input_norm;
     return p;
   }
@@ -128,10 +138,10 @@ struct Decoder {
   struct Products {
     LinearCall output, gate, down;
   };
-  Products products(const DecoderLayer& layer, const T* from, T* x, T* between, int rows) const {
-    Products p{product(from, q_size, layer.output, layer.output_bias, x, c.hidden, rows),
-               product(x, c.hidden, layer.gate_up, layer.gate_up_bias, between, 2 * (int64_t)c.intermediate, rows),
-               product(between, c.intermediate, layer.down, layer.down_bias, x, c.hidden, rows)};
+  Products products(const DecoderLayer& layer, const T* from, T* to, T* between, int rows) const {
+    Products p{product(from, q_size, layer.output, layer.output_bias, to, c.hidden, rows),
+               product(to, c.hidden, layer.gate_up, layer.gate_up_bias, between, 2 * (int64_t)c.intermediate, rows),
+               product(between, c.intermediate, layer.down, layer.down_bias, to, c.hidden, rows)};
     add_to(p.output);
     p.gate.norm = layer.mlp_norm, p.gate.gated = 1, p.gate.out_stride = c.intermediate;
     add_to(p.down);
@@ -156,7 +166,7 @@ struct Decoder {
     T* between = gated + (int64_t)tokens.first * c.intermediate;
     for (int m = tokens.first; m < tokens.last; m += kTogether) {
       const int rows = tokens.last - m < kTogether ? tokens.last - m : kTogether;
-      const Products p = products(layer, mixed + m * q_size, (T*)c.x + (int64_t)m * c.hidden, between, rows);
+      const Products p = products(layer, mixed + m * q_size, x + (int64_t)m * c.hidden, between, rows);
       alone(p.output, 0, rows, p.gate);
       alone(p.gate, 0, rows, p.down);
       alone(p.down, 0, rows, m + kTogether < tokens.last ? p.output : first_product((&layer)[1]));
@@ -166,7 +176,7 @@ struct Decoder {
   void run_layer(const DecoderLayer& layer, bool last) {
     int32_t* counts = taken + 4 * index(layer);
     const bool own = own_rows(c);
-    const Products p = products(layer, last ? kept : mixed, (T*)(last ? c.out : c.x), gated, last ? c.num_keep : c.tokens);
+    const Products p = products(layer, last ? kept : mixed, last ? (T*)c.out : x, gated, last ? c.num_keep : c.tokens);
     if (own) project_own(layer);
     else linear_in_team<Product>(first_product(layer), scratch, counts, &p.output);
     attend(layer);
@@ -175,7 +185,13 @@ struct Decoder {
     linear_in_team<Product>(p.output, scratch, counts + 1, &p.gate);
     linear_in_team<Product>(p.gate, scratch, counts + 2, &p.down);
     const LinearCall next = last ? LinearCall{} : first_product((&layer)[1]);
-    linear_in_team<Product>(p.down, scratch, counts + 3, last ? nullptr : &next);
+    linear_in_team<Product>(p.down, scratch, counts + 3, last ? c.head : &next);
+  }
+
+  void run() {
+    embed();
+    for (int l = 0; l < c.num_layers; l++) run_layer(c.layers[l], l + 1 == c.num_layers);
+    if (c.head) linear_in_team<Product>(*c.head, scratch, taken + 4 * c.num_layers);
   }
 };
 
@@ -184,12 +200,11 @@ bool decoder(const DecoderCall& c, Batch& batch) {
   using D = Decoder<Product, Engine>;
   char* memory = (char*)thread_scratch(D::activation_bytes(c) + 8192 + D::product_bytes(c));
   if (!memory) return false;
-  memset(memory, 0, 16 * c.num_layers);
+  memset(memory, 0, D::taken_bytes(c));
 #pragma omp parallel num_threads(c.threads)
   {
     keep_place(thread_number());
-    D step(c, batch, memory);
-    for (int l = 0; l < c.num_layers; l++) step.run_layer(c.layers[l], l + 1 == c.num_layers);
+    D(c, batch, memory).run();
   }
   return true;
 }

@@ -17,6 +17,12 @@ using bf16 = uint16_t;
 enum Isa : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAmx = 3, kNumIsas = 4 };
 enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };  // kInt8: of weights only
 
+inline bool within(const int64_t* values, int count, int64_t end) {
+  for (int i = 0; i < count; i++)
+    if (values[i] < 0 || values[i] >= end) return false;
+  return true;
+}
+
 inline int padded(int n, int to) { return (n + to - 1) / to * to; }
 
 constexpr int kLanes = 16;         // queries of one tile
@@ -182,7 +188,7 @@ struct DrawCall {
   int64_t* tokens;
   float *peaks, *scratch;
   int64_t stride;
-  int32_t count, vocab, threads;
+  int32_t count, vocab, num_slots, threads;
 };
 inline int64_t draw_floats(int vocab) { return 5 * (int64_t)padded(vocab, kBlockLogits) + 64; }
 
@@ -196,17 +202,20 @@ struct DecoderLayer {
   int32_t window, rope;
 };
 
-// All layers of one step: x [tokens][hidden] becomes the last layer's output. Of the last layer only the rows `keep`
-// pass its feed-forward; they go to `out` [num_keep][hidden].
+// One step: the embeddings of its tokens pass all layers, those of the tokens `keep` also the last one's feed-forward, to
+// `out` [num_keep][hidden]. `head`, or null: the product whose x they are then.
 struct DecoderCall {
   const DecoderLayer* layers;
-  void *x, *out;
-  const float *cos, *sin;  // [tokens][head_dim / 2]
-  const int64_t* keep;
-  int64_t table_stride;
+  const LinearCall* head;
+  const void* embedding;  // [vocab][hidden]
+  const int64_t *token_ids, *positions, *keep;
+  void* out;
+  const float *cos, *sin;  // [table_rows][head_dim / 2], of every position
   float eps;
-  int32_t num_layers, num_keep, tokens, hidden, intermediate, q_heads, kv_heads, head_dim, dtype, threads, weights;
+  int32_t vocab, table_rows, num_layers, num_keep, tokens, hidden, intermediate;
+  int32_t q_heads, kv_heads, head_dim, dtype, threads, weights;
 };
+enum StepError : int { kNoMemory = -1, kNoToken = 1, kBeyondTables = 2, kNotInStep = 3 };
 
 struct Kernels {
   void (*attention)(Batch&, const LayerCall&);

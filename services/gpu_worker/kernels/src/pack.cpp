@@ -117,4 +117,9 @@ RF_EXPORT void rf_edit(int isa, const EditCall* call) { kernels_of(isa).edit(*ca
 RF_EXPORT void rf_mask(int isa, const MaskCall* call) { kernels_of(isa).mask(*call); }
 RF_EXPORT void rf_score(int isa, const ScoreCall* call) { kernels_of(isa).score(*call); }
 RF_EXPORT int64_t rf_draw_floats(int vocab) { return draw_floats(vocab); }
-RF_EXPORT void rf_draw(int isa, const DrawCall* call) { kernels_of(isa).draw(*call); }
+// 0, or -1 for a row whose slot has no parameters.
+RF_EXPORT int rf_draw(int isa, const DrawCall* call) {
+  if (!within(call->slots, call->count, call->num_slots)) return -1;
+  kernels_of(isa).draw(*call);
+  return 0;
+}

@@ -114,17 +114,18 @@ inline void rotate_head(T* head, const float* cos, const float* sin, int half) {
 }
 
 template <class T>
-inline void rotate_token(const RopeCall& c, int t) {
-  const float *cos = c.cos + t * c.table_stride, *sin = c.sin + t * c.table_stride;
-  T *q = (T*)c.q + t * c.q_stride, *k = (T*)c.k + t * c.k_stride;
-  for (int h = 0; h < c.q_heads; h++) rotate_head(q + (int64_t)h * c.head_dim, cos, sin, c.head_dim / 2);
-  for (int h = 0; h < c.kv_heads; h++) rotate_head(k + (int64_t)h * c.head_dim, cos, sin, c.head_dim / 2);
+inline void rotate_heads(T* heads, int count, const float* cos, const float* sin, int dim) {
+  for (int h = 0; h < count; h++) rotate_head(heads + (int64_t)h * dim, cos, sin, dim / 2);
 }
 
 template <class T>
 void rotate_rows(const RopeCall& c) {
 #pragma omp parallel for num_threads(c.threads) schedule(static)
-  for (int t = 0; t < c.tokens; t++) rotate_token<T>(c, t);
+  for (int t = 0; t < c.tokens; t++) {
+    const float *cos = c.cos + t * c.table_stride, *sin = c.sin + t * c.table_stride;
+    rotate_heads((T*)c.q + t * c.q_stride, c.q_heads, cos, sin, c.head_dim);
+    rotate_heads((T*)c.k + t * c.k_stride, c.kv_heads, cos, sin, c.head_dim);
+  }
 }
 
 inline Vec silu(Vec x) {
