@@ -24,16 +24,14 @@ struct Decoder {
   char* scratch;  // of the products
   T *x, *qkv, *mixed, *gated, *kept;
   int64_t q_size, qkv_size;
-  int32_t* taken;  // of each product
+  Turns turns;
   Shares shares;
 
-  // The counts of chunks taken: four products a layer, and the head.
-  static int64_t taken_bytes(const DecoderCall& c) { return 16 * (c.num_layers + 1); }
-  static int64_t count_bytes(const DecoderCall& c) { return taken_bytes(c) + padded((int)Shares::bytes(c.threads), 16); }
+  static int64_t team_bytes(const DecoderCall& c) { return Turns::bytes(c.threads) + padded((int)Shares::bytes(c.threads), 64); }
   static int64_t activation_bytes(const DecoderCall& c) {
     const int64_t heads = c.q_heads * 2 + c.kv_heads * 2;
     const int64_t kept = (int64_t)c.num_keep * c.q_heads * c.head_dim;
-    return count_bytes(c) + (c.tokens * (c.hidden + heads * c.head_dim + c.intermediate) + kept) * sizeof(T) + 4096;
+    return team_bytes(c) + (c.tokens * (c.hidden + heads * c.head_dim + c.intermediate) + kept) * sizeof(T) + 4096;
   }
   static bool own_rows(const DecoderCall& c) { return c.tokens >= kOwnRows * c.threads; }
   static size_t bytes_of(LinearCall widest, int rows) {
@@ -64,11 +62,11 @@ struct Decoder {
       : c(call),
         batch(b),
         scratch(memory + activation_bytes(call) / 4096 * 4096 + 4096),
-        shares(call.tokens, (double*)(memory + taken_bytes(call))) {
+        turns(memory, thread_number(), thread_count()),
+        shares(call.tokens, (double*)(memory + Turns::bytes(call.threads))) {
     q_size = (int64_t)c.q_heads * c.head_dim;
     qkv_size = q_size + 2 * (int64_t)c.kv_heads * c.head_dim;
-    taken = (int32_t*)memory;
-    x = (T*)(memory + count_bytes(c));
+    x = (T*)(memory + team_bytes(c));
     qkv = x + (int64_t)c.tokens * c.hidden;
     mixed = qkv + c.tokens * qkv_size;
     gated = mixed + c.tokens * q_size;
@@ -174,24 +172,23 @@ struct Decoder {
   }
 
   void run_layer(const DecoderLayer& layer, bool last) {
-    int32_t* counts = taken + 4 * index(layer);
     const bool own = own_rows(c);
     const Products p = products(layer, last ? kept : mixed, last ? (T*)c.out : x, gated, last ? c.num_keep : c.tokens);
     if (own) project_own(layer);
-    else linear_in_team<Product>(first_product(layer), scratch, counts, &p.output);
+    else linear_in_team<Product>(first_product(layer), scratch, turns, &p.output);
     attend(layer);
     if (last) gather();
     else if (own) return feed_forward_own(layer);
-    linear_in_team<Product>(p.output, scratch, counts + 1, &p.gate);
-    linear_in_team<Product>(p.gate, scratch, counts + 2, &p.down);
+    linear_in_team<Product>(p.output, scratch, turns, &p.gate);
+    linear_in_team<Product>(p.gate, scratch, turns, &p.down);
     const LinearCall next = last ? LinearCall{} : first_product((&layer)[1]);
-    linear_in_team<Product>(p.down, scratch, counts + 3, last ? c.head : &next);
+    linear_in_team<Product>(p.down, scratch, turns, last ? c.head : &next);
   }
 
   void run() {
     embed();
     for (int l = 0; l < c.num_layers; l++) run_layer(c.layers[l], l + 1 == c.num_layers);
-    if (c.head) linear_in_team<Product>(*c.head, scratch, taken + 4 * c.num_layers);
+    if (c.head) linear_in_team<Product>(*c.head, scratch, turns);
   }
 };
 
@@ -200,7 +197,7 @@ bool decoder(const DecoderCall& c, Batch& batch) {
   using D = Decoder<Product, Engine>;
   char* memory = (char*)thread_scratch(D::activation_bytes(c) + 8192 + D::product_bytes(c));
   if (!memory) return false;
-  memset(memory, 0, D::taken_bytes(c));
+  memset(memory, 0, Turns::bytes(c.threads));
 #pragma omp parallel num_threads(c.threads)
   {
     keep_place(thread_number());

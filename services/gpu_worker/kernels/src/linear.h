@@ -8,6 +8,7 @@
 #include "beside.h"
 #include "blocks.h"
 #include "rows.h"
+#include "turns.h"
 
 namespace radixfleet {
 namespace {
@@ -308,6 +309,7 @@ struct Chunks {
   int panel(int i) const { return i * per; }
   int panels(int i) const { return all - panel(i) < per ? all - panel(i) : per; }
   AheadWeights ahead(int i, int rows) const { return weights_ahead<Product>(c, panel(i), panels(i), rows); }
+  AheadWeights ahead_of_first(const Turns& turns, int rows) const { return ahead(turns.first(count), rows); }
 };
 
 // Memory of one product: per thread for two blocks of values and a normed row, then the prepared rows. Few rows are prepared by every
@@ -325,29 +327,29 @@ struct LinearScratch {
   size_t alone() const { return own + rows; }
 };
 
-// To be called by all threads of a parallel region; returns when all outputs are written. `taken`: counts the chunks
-// taken, 0 before. `then`: the weights of the next product, or null.
+// To be called by all threads of a parallel region; returns when all outputs are written. `then`: the next product, or
+// null.
 template <class Product>
-void linear_in_team(const LinearCall& c, char* scratch, int32_t* taken, const LinearCall* then = nullptr) {
+void linear_in_team(const LinearCall& c, char* scratch, Turns& turns, const LinearCall* then = nullptr) {
   const LinearScratch<Product> memory(c);
-  const int thread = thread_number(), threads = thread_count();
+  const int thread = turns.thread, threads = turns.threads;
   const Chunks<Product> chunks(c, threads);
   char* own = scratch + memory.own * thread;
   auto* normed = (typename Product::Storage*)(own + 2 * memory.values);
   char* prepared = scratch + memory.own * c.threads + (memory.shared ? 0 : memory.rows * thread);
   const int first = memory.shared ? (int)((int64_t)c.rows * thread / threads) : 0;
   const int last = memory.shared ? (int)((int64_t)c.rows * (thread + 1) / threads) : c.rows;
+  turns.begin();
   Product::begin();
   prepare_rows<Product>(c, first, last, prepared, normed);
   if (memory.shared) {
 #pragma omp barrier
   }
   Beside beside{c, writer(c), (float*)own, (float*)(own + memory.values)};
-  for (int i = thread; i < chunks.count;) {
-    const int next = threads + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
-    if (next < chunks.count) beside.ahead = chunks.ahead(next, c.rows);
-    else if (then) beside.ahead = Chunks<Product>(*then, threads).ahead(thread, c.rows);
-    else beside.ahead = AheadWeights();
+  for (int i = turns.take(chunks.count); i >= 0;) {
+    const int next = turns.take(chunks.count);
+    if (next >= 0) beside.ahead = chunks.ahead(next, c.rows);
+    else beside.ahead = then ? Chunks<Product>(*then, threads).ahead_of_first(turns, c.rows) : AheadWeights();
     run_panels<Product>(c, prepared, chunks.panel(i), chunks.panels(i), beside);
     beside.ahead.rest();
     i = next;
@@ -355,6 +357,7 @@ void linear_in_team(const LinearCall& c, char* scratch, int32_t* taken, const Li
   beside.write_rest();
   Product::end();
 #pragma omp barrier
+  turns.end();
 }
 
 // The same by the calling thread alone, which meets nobody: for its own rows of many. `scratch`: LinearScratch::alone().
@@ -378,11 +381,15 @@ void linear_alone(const LinearCall& c, char* scratch, const LinearCall* then) {
 
 template <class Product>
 bool linear(const LinearCall& c) {
-  char* scratch = (char*)thread_scratch(LinearScratch<Product>(c).bytes(c.threads));
-  if (!scratch) return false;
-  int32_t taken = 0;
+  const int64_t turn_bytes = Turns::bytes(c.threads);
+  char* memory = (char*)thread_scratch(turn_bytes + LinearScratch<Product>(c).bytes(c.threads));
+  if (!memory) return false;
+  memset(memory, 0, turn_bytes);
 #pragma omp parallel num_threads(c.threads)
-  linear_in_team<Product>(c, scratch, &taken);
+  {
+    Turns turns(memory, thread_number(), thread_count());
+    linear_in_team<Product>(c, memory + turn_bytes, turns);
+  }
   return true;
 }
 

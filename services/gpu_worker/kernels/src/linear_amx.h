@@ -38,28 +38,21 @@ struct AmxTiles {
     load_tile<7>(w + 2 * kTileWords, 64);
     Dot::template multiply<C, 5, 7>();
   }
-  // 16 rows by one pair of panels, or two pairs.
-  template <int Pairs>
+  // 16 rows by one pair of panels. Not by two at once: memory that is read in one place, and fetched in the next, serves
+  // faster than in three.
   static void one_row_tile(const char* x, const uint32_t* w, int steps, float* c, int64_t stride, Beside& beside) {
-    const uint32_t* v = w + (int64_t)steps * 2 * kTileWords;
     zero_tile<0>();
     zero_tile<1>();
-    if (Pairs > 1) zero_tile<2>();
-    if (Pairs > 1) zero_tile<3>();
-    for (int k = 0; k < steps; k += 2, x += 2 * kTileBytes, w += 4 * kTileWords, v += 4 * kTileWords) {
+    for (int k = 0; k < steps; k += 2, x += 2 * kTileBytes, w += 4 * kTileWords) {
       const bool two = k + 1 < steps;
-      for (int i = 0; i < Pairs * (two ? 2 : 1); i++) beside.step();
+      for (int i = 0; i < (two ? 2 : 1); i++) beside.step();
       load_tile<4>(x, 64);
       if (two) load_tile<5>(x + kTileBytes, 64);
       two_steps<0>(w, two);
       two_steps<1>(w + kTileWords, two);
-      if (Pairs > 1) two_steps<2>(v, two);
-      if (Pairs > 1) two_steps<3>(v + kTileWords, two);
     }
     store_tile<0>(c, stride);
     store_tile<1>(c + 16, stride);
-    if (Pairs > 1) store_tile<2>(c + 32, stride);
-    if (Pairs > 1) store_tile<3>(c + 48, stride);
   }
 
   // 32 rows by one pair of panels; only the first rows find the weights in memory rather than in a cache. The weights stay
@@ -95,11 +88,8 @@ struct AmxTiles {
   static void block(const char* x, int rows, bool first, const uint32_t* w, int steps, int panels, float* c,
                     Beside& beside) {
     const int64_t pair = (int64_t)steps * 2 * kTileWords, stride = panels * kPanel * 4;
-    int p = 0;
-    if (rows <= 16)
-      for (; p + 4 <= panels; p += 4) one_row_tile<2>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, beside);
-    for (; p < panels; p += 2) {
-      if (rows <= 16) one_row_tile<1>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, beside);
+    for (int p = 0; p < panels; p += 2) {
+      if (rows <= 16) one_row_tile(x, w + p / 2 * pair, steps, c + p * kPanel, stride, beside);
       else if (first) two_row_tiles<true>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, beside);
       else two_row_tiles<false>(x, w + p / 2 * pair, steps, c + p * kPanel, stride, beside);
     }
