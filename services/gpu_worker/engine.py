@@ -146,10 +146,9 @@ class Engine:
         if rows.spans:
             outcome.score_prompts(rows.spans, logits[sampling:], slots)
             logits = logits[:sampling]
-        starts = slots.computed[rows.slots]
-        slots.computed[rows.slots] = starts + rows.lengths
-        if rows.chunks:
-            extend_histories(rows, starts, slots)
+        if rows.chunks and slots.num_edited:
+            extend_histories(rows, slots.computed[rows.slots], slots)
+        slots.computed[rows.slots] += rows.lengths
         if sampling:
             blocks = self._blocks(logits, rows)
             sample_rows(rows, logits, masks, slots, self._sampler, outcome, blocks=blocks)

@@ -112,7 +112,7 @@ def sample_rows(
     who = rows.slots[rows.sampling]
     positions = slots.computed[who] - rows.behind
     raw = Raw(logits, blocks)
-    edited = bool(slots.edited[who].any())
+    edited = slots.num_edited > 0 and bool(slots.edited[who].any())
     if masks is not None or edited:
         if slots.num_scored and slots.scored[who].any():
             raw = raw.copy()
@@ -238,7 +238,10 @@ def _settle(who: Ints, positions: Ints, tokens: Ints, slots: Slots, *, is_distin
         remaining = slots.remaining[who]
     if remaining.min(initial=1) <= 0:
         slots.ended[who[remaining <= 0]] = True
-    for row, (slot, token) in enumerate(zip(who.tolist(), tokens.tolist(), strict=True)):
+    drawn = tokens.tolist()
+    if slots.stops_of_all.keys().isdisjoint(drawn):
+        return
+    for row, (slot, token) in enumerate(zip(who.tolist(), drawn, strict=True)):
         if token in slots.stops[slot]:
             slots.ended[slot] |= may_stop(slots, slot, int(positions[row]))
 

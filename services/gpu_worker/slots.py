@@ -11,6 +11,7 @@ from the wire is checked here; leaves the rows of one step to `rows`.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +61,7 @@ class Slots:
         self.lagging = np.zeros(n, dtype=np.bool_)  # has skipped decode rows, so `computed` is behind the scheduler's
         self.edited = np.zeros(n, dtype=np.bool_)
         self.scored = np.zeros(n, dtype=np.bool_)
-        self.num_scored = 0
+        self.num_scored = self.num_edited = 0
         self.page_counts = np.zeros(n, dtype=np.int64)
         self.room = np.zeros(n, dtype=np.int64)  # most tokens its pages can hold
         self.computed = np.zeros(n, dtype=np.int64)
@@ -69,6 +70,7 @@ class Slots:
         self.edits: list[SlotEdits | None] = [None] * n
         self.scores: list[ScoreSpec | None] = [None] * n
         self.stops: list[frozenset[int]] = [frozenset()] * n
+        self.stops_of_all: Counter[int] = Counter()  # of the open slots
         self.refused: dict[int, str] = {}  # open slots whose request cannot be served, and why
 
     def reset(self) -> None:
@@ -117,7 +119,8 @@ class Slots:
 
     def _close(self, slot: int) -> None:
         self.is_open[slot] = False
-        self._set_scored(slot, False)
+        self._set_flags(slot, scored=False, edited=False)
+        self._set_stops(slot, frozenset())
         self.edits[slot] = self.scores[slot] = None
         self.edit_columns.set(slot, None)
         self.refused.pop(slot, None)
@@ -144,7 +147,7 @@ class Slots:
 
     def _take_params(self, slot: int, opened: SlotOpen) -> None:
         params, vocab = opened.sampling, self.limits.vocab_size
-        self.stops[slot] = frozenset(params.stop_token_ids)
+        self._set_stops(slot, frozenset(params.stop_token_ids))
         self.edits[slot] = self.scores[slot] = None
         try:
             _require_numbers(params)
@@ -154,14 +157,22 @@ class Slots:
         except ValueError as error:
             # Numbers a user chose: they end that request, never the worker.
             self.refused[slot] = str(error)
-        self.edited[slot] = self.edits[slot] is not None
-        self._set_scored(slot, params.logprobs >= 0)
+        self._set_flags(slot, scored=params.logprobs >= 0, edited=self.edits[slot] is not None)
         self._take_history(slot, opened)
         self.edit_columns.set(slot, self.edits[slot])
 
-    def _set_scored(self, slot: int, scored: bool) -> None:
+    def _set_flags(self, slot: int, *, scored: bool, edited: bool) -> None:
         self.num_scored += int(scored) - int(self.scored[slot])
-        self.scored[slot] = scored
+        self.num_edited += int(edited) - int(self.edited[slot])
+        self.scored[slot], self.edited[slot] = scored, edited
+
+    def _set_stops(self, slot: int, stops: frozenset[int]) -> None:
+        self.stops_of_all.subtract(self.stops[slot])
+        self.stops_of_all.update(stops)
+        for token in self.stops[slot]:
+            if not self.stops_of_all[token]:
+                del self.stops_of_all[token]
+        self.stops[slot] = stops
 
     def _take_history(self, slot: int, opened: SlotOpen) -> None:
         edits = self.edits[slot]

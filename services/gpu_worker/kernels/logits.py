@@ -7,7 +7,7 @@ a row is in a few of its blocks, or in what is known of them; the product that m
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -52,6 +52,10 @@ class Blocks:
     peaks: torch.Tensor
     sums: torch.Tensor
     scales: torch.Tensor
+    rows: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", self.scales.shape[0])
 
     @staticmethod
     def empty(kernels: Library, rows: int, vocab: int) -> Blocks:
@@ -75,10 +79,6 @@ class Blocks:
         )
         kernels.functions.rf_blocks(kernels.isa_id, call)
         return blocks
-
-    @property
-    def rows(self) -> int:
-        return self.scales.shape[0]
 
     def table(self, logits: torch.Tensor) -> BlockTable:
         """For a kernel. Raises ValueError unless this can be about `logits`."""

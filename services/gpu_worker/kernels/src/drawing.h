@@ -18,6 +18,7 @@ constexpr float kNextBound = 0.5f, kBelow = 3;   // tried in turn, without readi
 constexpr int kHalvings = 12;
 constexpr int kCuts = 10;                        // halvings of the logarithms between which the cut of a nucleus is
 constexpr int kFewCandidates = 96;               // sorted by insertion
+constexpr int kReadAhead = 24;                   // blocks fetched before they are read
 constexpr int kChunk = 64;                       // weights summed before they are looked at one by one
 
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw, 2011) as rng.py has it: in [0, 1), with 53 random bits.
@@ -110,38 +111,78 @@ struct Draw {
     return (int64_t)block * kBlockLogits + first_above(parts, kBlockLogits, rest, before);
   }
 
-  // All weights of at least `bound`, in the order of tokens. Most blocks are passed by for their peaks.
+  // All weights of at least `bound`, in the order of tokens. Most blocks are passed by for their peaks, and most logits of
+  // the others for their exponents.
   int gather(float bound) {
     int n = 0;
     const float least = log2f(bound) - kSlack;
-    alignas(64) float weights[kBlockLogits];
-    for (int b = 0; b < blocks; b++) {
-      if (crest(b) < least) continue;
-      fetch_ahead(row + b * kBlockLogits);
-      const int start = b * kBlockLogits;
-      const bool whole = block_size(vocab, b) == kBlockLogits;
-      if (!whole) weigh_block(b, weights);
+    alignas(64) float held[kBlockLogits];
+    const int reached = blocks_that_reach(least);
+    for (int k = 0; k < reached; k++) {
+      const int b = (int)keys[k], size = block_size(vocab, b);
+      const float* x = row + b * kBlockLogits;
+      for (int i = 0; k + kReadAhead < reached && i < kBlockLogits; i += 16)
+        __builtin_prefetch(row + (int64_t)keys[k + kReadAhead] * kBlockLogits + i);
+      if (size < kBlockLogits) {
+        for (int i = 0; i < kBlockLogits; i++) held[i] = i < size ? x[i] : -INFINITY;
+        x = held;
+      }
       for (int i = 0; i < kBlockLogits; i += kWidth)
-        n = gather_lanes(whole ? exp2v((load(row + start + i) - peak) * scale) : load(weights + i), start + i, bound, n);
+        n = gather_lanes((load(x + i) - peak) * scale, b * kBlockLogits + i, least, n);
+    }
+    return weigh_gathered(n, bound);
+  }
+  // Their numbers become keys; returns how many.
+  int blocks_that_reach(float least) {
+    int n = 0;
+    for (int b = 0; b < blocks; b++) {  // no jumps: nothing foretells which
+      keys[n] = (uint32_t)b;
+      n += crest(b) >= least;
     }
     return n;
   }
-  int gather_lanes(Vec weights, int start, float bound, int n) {
+  // Exponents of at least `least`, with their tokens, behind the n that are gathered.
+  int gather_lanes(Vec exponents, int start, float least, int n) {
 #if defined(__AVX512F__)
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __mmask16 kept = _mm512_cmp_ps_mask((__m512)weights, _mm512_set1_ps(bound), _CMP_GE_OQ);
+    const __mmask16 kept = _mm512_cmp_ps_mask((__m512)exponents, _mm512_set1_ps(least), _CMP_GE_OQ);
     if (!kept) return n;
-    _mm512_mask_compressstoreu_ps(values + n, kept, (__m512)weights);
-    _mm512_mask_compressstoreu_epi32(ids + n, kept, _mm512_add_epi32(first, _mm512_set1_epi32(start)));
-    return n + __builtin_popcount(kept);
+    return put(kept, (__m512)exponents, _mm512_add_epi32(first, _mm512_set1_epi32(start)), n);
 #else
     float held[kWidth];
-    store(held, weights);
+    store(held, exponents);
     for (int i = 0; i < kWidth; i++)
-      if (held[i] >= bound) values[n] = held[i], ids[n++] = start + i;
+      if (held[i] >= least) values[n] = held[i], ids[n++] = start + i;
     return n;
 #endif
   }
+  // The first n exponents become weights; those of at least `bound` stay. There is room up to a whole vector.
+  int weigh_gathered(int n, float bound) {
+    int kept = 0;
+    for (int i = n; i < padded(n, kWidth); i++) values[i] = -INFINITY;
+    for (int i = 0; i < n; i += kWidth) {
+      const Vec weights = exp2v(load(values + i));
+#if defined(__AVX512F__)
+      const __mmask16 high = _mm512_cmp_ps_mask((__m512)weights, _mm512_set1_ps(bound), _CMP_GE_OQ);
+      kept = put(high, (__m512)weights, _mm512_loadu_si512(ids + i), kept);
+#else
+      float held[kWidth];
+      store(held, weights);
+      for (int l = 0; l < kWidth; l++)
+        if (held[l] >= bound) values[kept] = held[l], ids[kept++] = ids[i + l];
+#endif
+    }
+    return kept;
+  }
+#if defined(__AVX512F__)
+  // Some lanes behind the n that are there. Whole vectors are written, which is faster than some of their lanes: what is
+  // behind n was read before, or is not yet written.
+  int put(__mmask16 lanes, __m512 weights, __m512i tokens, int n) {
+    _mm512_storeu_ps(values + n, _mm512_maskz_compress_ps(lanes, weights));
+    _mm512_storeu_si512(ids + n, _mm512_maskz_compress_epi32(lanes, tokens));
+    return n + __builtin_popcount(lanes);
+  }
+#endif
 
   // The first n keys in descending order; positive floats are ordered as their bits.
   const float* ranked(int n) {
@@ -247,7 +288,7 @@ struct Draw {
       const __mmask16 above = _mm512_cmp_ps_mask(x, _mm512_set1_ps(low), _CMP_GE_OQ);
       const __mmask16 taken = _mm512_mask_cmp_ps_mask(above, x, _mm512_set1_ps(high), _CMP_LT_OQ);
       if (!taken) continue;
-      _mm512_mask_compressstoreu_ps(keys + m, taken, x);
+      _mm512_storeu_ps(keys + m, _mm512_maskz_compress_ps(taken, x));
       m += __builtin_popcount(taken);
     }
 #endif
@@ -277,9 +318,7 @@ struct Draw {
       uint32_t wanted = _mm512_mask_cmp_ps_mask(inside, x, _mm512_set1_ps(last), _CMP_GT_OQ);
       uint32_t equals = _mm512_mask_cmp_ps_mask(inside, x, _mm512_set1_ps(last), _CMP_EQ_OQ);
       for (; equals && equal > 0; equal--, equals &= equals - 1) wanted |= equals & -equals;
-      _mm512_mask_compressstoreu_ps(values + kept, (__mmask16)wanted, x);
-      _mm512_mask_compressstoreu_epi32(ids + kept, (__mmask16)wanted, tokens);
-      kept += __builtin_popcount(wanted);
+      kept = put((__mmask16)wanted, x, tokens, kept);
     }
 #else
     for (int i = 0; i < n; i++) {
