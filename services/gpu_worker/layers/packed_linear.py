@@ -80,11 +80,17 @@ class PackedLinear:
         return out
 
     def prepared(
-        self, x: torch.Tensor, out: torch.Tensor, *, norm: torch.Tensor, eps: float, blocks: Blocks
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        blocks: Blocks | None = None,
     ) -> LinearCall:
-        """What `forward` would run for this memory, whose owner keeps it, with an fp32 `out`: for steps in one call."""
+        """What `forward` would run for memory whose owner keeps it: for who runs it again and again, or in a step."""
         call = LinearCall.from_buffer_copy(self._call)
-        self._describe(call, x, out, torch.float32, norm, eps, None, blocks)
+        self._describe(call, x, out, out.dtype, norm, eps, None, blocks)
         return call
 
     def _describe(
