@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from services.gpu_worker import selection
 from services.gpu_worker.kernels.library import Library
-from services.gpu_worker.kernels.logits import Blocks, Draws
+from services.gpu_worker.kernels.logits import Blocks, Draws, draw_scratch, threads_for
 from services.gpu_worker.rng import uniforms
 from services.gpu_worker.sampling_columns import SampleRows
 from services.gpu_worker.selection import BLOCK, pick_anywhere, pick_filtered
@@ -32,7 +32,7 @@ class Sampler:
         self._width = -(-vocab_size // BLOCK) * BLOCK
         self._vocab_size = vocab_size
         self._device = device
-        self._draws: Draws | None = None
+        self._draws: dict[int, Draws] = {}  # by the number of rows, over memory that lasts
         self._scratch = torch.zeros((0, self._width), dtype=torch.float32, device=device)
 
     def sample(self, logits: torch.Tensor, rows: SampleRows, blocks: Blocks | None = None) -> tuple[Ints, Flags]:
@@ -57,13 +57,22 @@ class Sampler:
         self, kernels: Library, logits: torch.Tensor, rows: SampleRows, blocks: Blocks | None
     ) -> tuple[Ints, Flags]:
         """As `sample`, by the kernels."""
-        draws = self._draws
+        blocks = Blocks.of(kernels, logits) if blocks is None else blocks
+        draws = self._draws.get(blocks.rows) if blocks.is_lasting else None
         if draws is None or not draws.is_of(logits, blocks, rows.columns):
-            known = Blocks.of(kernels, logits) if blocks is None else blocks
-            draws = self._draws = Draws(logits, known, rows.columns)
+            draws = Draws(logits, blocks, rows.columns, self._room(kernels, blocks.rows))
+            if blocks.is_lasting:
+                self._draws[blocks.rows] = draws
         tokens, highest = draws.run(rows.slots, rows.positions)
         fit = np.isfinite(highest)
         return (tokens.copy() if fit.all() else np.where(fit, tokens, -1)), fit
+
+    def _room(self, kernels: Library, rows: int) -> torch.Tensor:
+        """The scratch buffer, large enough for draws of so many rows."""
+        needed = draw_scratch(kernels, self._vocab_size, threads_for(rows))
+        if self._scratch.numel() < needed:
+            self._scratch = torch.zeros((1, needed), dtype=torch.float32)
+        return self._scratch
 
     def _draw(self, logits: torch.Tensor, peaks: torch.Tensor, rows: SampleRows, drawn: Ints, tokens: Ints) -> None:
         """The tokens of the rows `drawn`."""

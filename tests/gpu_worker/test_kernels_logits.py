@@ -161,6 +161,11 @@ def test_edits_follow_a_history(kernels: library.Library) -> None:
     assert x[0].tolist() == [-1.0] * 300 + [0.0] * 200
 
 
+def drawing(x: torch.Tensor, blocks: logits.Blocks, columns: SamplingColumns) -> logits.Draws:
+    room = logits.draw_scratch(blocks.kernels, x.shape[1], logits.threads_for(len(x)))
+    return logits.Draws(x, blocks, columns, torch.zeros(room))
+
+
 def greedy(
     kernels: library.Library, x: torch.Tensor, blocks: logits.Blocks | None = None
 ) -> tuple[list[int], np.ndarray]:
@@ -168,7 +173,7 @@ def greedy(
     columns.set(0, SamplingParams(temperature=0.0))
     slots = np.zeros(len(x), np.int64)
     blocks = logits.Blocks.of(kernels, x) if blocks is None else blocks
-    tokens, highest = logits.Draws(x, blocks, columns).run(slots, slots)
+    tokens, highest = drawing(x, blocks, columns).run(slots, slots)
     return tokens.tolist(), highest
 
 
@@ -184,7 +189,7 @@ def test_sums_that_are_known_choose_the_same_tokens(kernels: library.Library, vo
     known = logits.Blocks.of(kernels, x, torch.from_numpy(columns.scale[slots]))
     words = np.full((n, logits.blocks_of(vocab)), 0xF0F0F0FF, dtype=np.uint32)
     logits.mask_rows(x, known, np.arange(n), words)
-    draws = [logits.Draws(x, blocks, columns) for blocks in (logits.Blocks.of(kernels, x), known)]
+    draws = [drawing(x, blocks, columns) for blocks in (logits.Blocks.of(kernels, x), known)]
     expected, found = (draw.run(slots, np.arange(n))[0] for draw in draws)
     assert found.tolist() == expected.tolist()
     assert len(set(expected.tolist())) > vocab // 40
@@ -267,9 +272,11 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_draws_refuse_rows_without_parameters(kernels: library.Library) -> None:
     x, columns = torch.zeros(2, 40), SamplingColumns(3, 40)
-    draws = logits.Draws(x, logits.Blocks.of(kernels, x), columns)
+    draws = drawing(x, logits.Blocks.of(kernels, x), columns)
     for slots in ([0, 3], [-1, 0]):
         with pytest.raises(ValueError, match="parameters"):
             draws.run(np.array(slots), np.zeros(2, np.int64))
     with pytest.raises(ValueError, match="each row"):
         draws.run(np.zeros(1, np.int64), np.zeros(1, np.int64))
+    with pytest.raises(ValueError, match="room"):
+        logits.Draws(x, logits.Blocks.of(kernels, x), columns, torch.zeros(9))

@@ -52,6 +52,7 @@ class Blocks:
     peaks: torch.Tensor
     sums: torch.Tensor
     scales: torch.Tensor
+    is_lasting: bool = False  # this and the logits it is about serve every step of so many rows
     rows: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,9 +89,9 @@ class Blocks:
             raise ValueError(f"blocks {tuple(self.peaks.shape)} do not fit logits {tuple(logits.shape)}")
         return BlockTable(self.peaks.data_ptr(), self.sums.data_ptr(), self.scales.data_ptr(), self.peaks.stride(0))
 
-    def first(self, count: int) -> Blocks:
+    def first(self, count: int, *, is_lasting: bool = False) -> Blocks:
         """Of the first `count` rows."""
-        return Blocks(self.kernels, self.peaks[:count], self.sums[:count], self.scales[:count])
+        return Blocks(self.kernels, self.peaks[:count], self.sums[:count], self.scales[:count], is_lasting)
 
     def take(self, rows: torch.Tensor) -> Blocks:
         """Of some rows, which are copied."""
@@ -196,38 +197,42 @@ def score_rows(logits: torch.Tensor, blocks: Blocks, targets: Ints, top: int) ->
 
 
 class Draws:
-    """Draws from logits that lie in one place, step after step: all but slots and positions is prepared once."""
+    """Draws from logits that lie in one place: all but slots and positions is prepared once."""
 
-    def __init__(self, logits: torch.Tensor, blocks: Blocks, columns: SamplingColumns) -> None:
-        """logits [n, vocab] and what is known of them; `columns`: the slots' parameters. Memory is kept."""
+    def __init__(self, logits: torch.Tensor, blocks: Blocks, columns: SamplingColumns, scratch: torch.Tensor) -> None:
+        """logits [n, vocab] and what is known of them; columns: the slots' parameters; scratch: `draw_scratch` floats.
+
+        Their memory is kept. Raises ValueError.
+        """
         n, vocab = logits.shape
-        self.logits, self.blocks, self.columns = logits, blocks, columns
-        self.threads = threads_for(n)
+        threads = threads_for(n)
+        if scratch.numel() < draw_scratch(blocks.kernels, vocab, threads):
+            raise ValueError(f"no room to draw in with {threads} threads")
+        self._held = (logits, blocks, columns, scratch)
         self._run, self._isa = blocks.kernels.functions.rf_draw, blocks.kernels.isa_id
-        scratch = torch.empty(draw_scratch(blocks.kernels, vocab, self.threads), dtype=torch.float32)
         self._slots, self._positions, self._tokens = (np.zeros(n, np.int64) for _ in range(3))
         self._highest = np.zeros(n, np.float32)
-        held = (self._slots, self._positions, self._tokens, self._highest)
+        own = (self._slots, self._positions, self._tokens, self._highest)
         self._call = DrawCall(
             logits.data_ptr(),
             blocks.table(logits),
             *columns.addresses,
-            *(column.ctypes.data for column in held),
+            *(column.ctypes.data for column in own),
             scratch.data_ptr(),
             logits.stride(0),
             n,
             vocab,
             len(columns.greedy),
-            self.threads,
+            threads,
         )
-        self._scratch = scratch
 
-    def is_of(self, logits: torch.Tensor, blocks: Blocks | None, columns: SamplingColumns) -> bool:
+    def is_of(self, logits: torch.Tensor, blocks: Blocks, columns: SamplingColumns) -> bool:
         """Whether these are the objects it was prepared for."""
-        return self.logits is logits and self.blocks is blocks and self.columns is columns
+        held = self._held
+        return held[0] is logits and held[1] is blocks and held[2] is columns
 
     def run(self, slots: Ints, positions: Ints) -> tuple[Ints, NDArray[np.float32]]:
-        """A token of each row [n], and its largest logit [n], NaN where any of them is; without a finite one any token.
+        """A token of each row [n], and its largest logit [n], NaN where any is; without a finite one any token.
 
         The same tokens as selection.py picks. Both last until the next call. Raises ValueError.
         """

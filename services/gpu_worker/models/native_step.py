@@ -143,7 +143,7 @@ class NativeStep:
 
     def _way(self, rows: int) -> _Way:
         if rows not in self._ways:
-            states, logits, blocks = self._states[:rows], self._logits[:rows], self._blocks.first(rows)
+            states, logits, blocks = self._states[:rows], self._logits[:rows], self._blocks.first(rows, is_lasting=True)
             head = self._head.prepared(states, logits, norm=self._norm, eps=self._eps, blocks=blocks)
             self._ways[rows] = _Way(states, logits, blocks, blocks.scales.numpy(), head)
         return self._ways[rows]
