@@ -212,6 +212,20 @@ def test_only_wanted_rows_come_out(kernels: library.Library, dtype: torch.dtype)
 
 
 @BOTH
+@pytest.mark.parametrize("count", [1, 8, 40])
+def test_tokens_may_be_kept_more_than_once(
+    kernels: library.Library, dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a feed-forward so wide that the rows beyond those of the tokens leave what is there for these."""
+    monkeypatch.setitem(globals(), "INTER", 6144)
+    model = Model(kernels, dtype, bias=False, qk_norm=False, rope=True)
+    x, keep = torch.randn(count, HIDDEN).to(dtype), torch.arange(count)
+    expected = model.steps(x, [count], keep=keep)
+    assert expected.isfinite().all()
+    assert torch.equal(model.steps(x, [count], keep=keep.repeat(3)), expected.repeat(3, 1))
+
+
+@BOTH
 @pytest.mark.parametrize("count", [1, 20, 330])
 def test_the_head_runs_in_the_same_call(kernels: library.Library, dtype: torch.dtype, count: int) -> None:
     model = Model(kernels, dtype, bias=False, qk_norm=False, rope=True)
@@ -226,3 +240,5 @@ def test_the_head_runs_in_the_same_call(kernels: library.Library, dtype: torch.d
     assert torch.equal(out, states)
     assert torch.equal(logits, expected)
     assert torch.equal(found.peaks, blocks.peaks)
+    with pytest.raises(ValueError, match="head"):
+        model.steps(x, [count], keep=keep.repeat(2), out=out.repeat(2, 1), head=call)

@@ -99,6 +99,10 @@ class NativeDecoder:
             out = torch.empty((keep.shape[0], call.hidden), dtype=self._embedding.dtype)
         if not attention.planned_tokens == tokens == positions.shape[0] or len(out) != len(keep):
             raise ValueError(f"the step has {attention.planned_tokens} tokens, not {tokens} and {positions.shape[0]}")
+        if head is not None:
+            head.threads = torch.get_num_threads()
+            if head.rows != len(keep) or head.x != out.data_ptr() or head.weights != call.weights:
+                raise ValueError("the head is for other memory, rows or weights")
         columns = [_column(ids) for ids in (token_ids, positions, keep)]
         call.token_ids, call.positions, call.keep = (column.data_ptr() for column in columns)
         call.tokens, call.num_keep, call.out = tokens, keep.shape[0], out.data_ptr()

@@ -65,13 +65,16 @@ class Rotary:
 
     def halves(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions int64 [T] -> cos and sin, fp32 [T, head_dim / 2] each."""
-        angles = positions[:, None].float() * self._frequencies
         if self._deterministic and positions.shape[0] > 1:
             # Vector kernels round a tail differently, and where a tail falls depends on T.
-            cos = torch.stack([row.cos() for row in angles])
-            sin = torch.stack([row.sin() for row in angles])
-        else:
-            cos, sin = angles.cos(), angles.sin()
+            rows = [self.together(position) for position in positions.split(1)]
+            return torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows])
+        return self.together(positions)
+
+    def together(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `halves`, for who computes each position once."""
+        angles = positions[:, None].float() * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
         if self._factor != 1.0:
             cos, sin = cos * self._factor, sin * self._factor
         return cos, sin
@@ -85,7 +88,7 @@ class RotaryTables:
     def __init__(self, rotary: Rotary, max_context: int) -> None:
         self._rotary = rotary
         self._max_context = max_context
-        self.cos, self.sin = rotary.halves(torch.arange(min(self.FIRST_ROWS, max_context)))
+        self.cos, self.sin = rotary.together(torch.arange(min(self.FIRST_ROWS, max_context)))
 
     @property
     def rows(self) -> int:
@@ -96,7 +99,7 @@ class RotaryTables:
         rows = min(2 * self.rows, self._max_context)
         if rows == self.rows:
             return False
-        added = self._rotary.halves(torch.arange(self.rows, rows))
+        added = self._rotary.together(torch.arange(self.rows, rows))
         self.cos, self.sin = torch.cat((self.cos, added[0])), torch.cat((self.sin, added[1]))
         return True
 

@@ -121,7 +121,6 @@ class NativeStep:
             return self.logits(self.states(batch, batch.logit_rows, attention), batch.scales)
         way = self._way(rows)
         way.take_scales(batch.scales)
-        way.head.threads = torch.get_num_threads()
         self._layers.forward(
             batch.token_ids, batch.positions, batch.logit_rows, _native(attention), out=way.states, head=way.head
         )

@@ -28,10 +28,13 @@ struct Decoder {
   Shares shares;
 
   static int64_t team_bytes(const DecoderCall& c) { return Turns::bytes(c.threads) + padded((int)Shares::bytes(c.threads), 64); }
+  // Of what is gated: the last layer has a row for each that is kept, and a token may be kept more than once.
+  static int64_t gated_elements(const DecoderCall& c) {
+    return (int64_t)(c.tokens > c.num_keep ? c.tokens : c.num_keep) * c.intermediate;
+  }
   static int64_t activation_bytes(const DecoderCall& c) {
-    const int64_t heads = c.q_heads * 2 + c.kv_heads * 2;
-    const int64_t kept = (int64_t)c.num_keep * c.q_heads * c.head_dim;
-    return team_bytes(c) + (c.tokens * (c.hidden + heads * c.head_dim + c.intermediate) + kept) * sizeof(T) + 4096;
+    const int64_t heads = c.q_heads * 2 + c.kv_heads * 2, kept = (int64_t)c.num_keep * c.q_heads * c.head_dim;
+    return team_bytes(c) + (c.tokens * (c.hidden + heads * c.head_dim) + gated_elements(c) + kept) * sizeof(T) + 4096;
   }
   static bool own_rows(const DecoderCall& c) { return c.tokens >= kOwnRows * c.threads; }
   static size_t bytes_of(LinearCall widest, int rows) {
@@ -70,7 +73,7 @@ struct Decoder {
     qkv = x + (int64_t)c.tokens * c.hidden;
     mixed = qkv + c.tokens * qkv_size;
     gated = mixed + c.tokens * q_size;
-    kept = gated + (int64_t)c.tokens * c.intermediate;
+    kept = gated + gated_elements(c);
   }
 
   LinearCall product(const void* from, int64_t inputs, const void* weight, const float* bias, void* out, int64_t outputs, int rows) const {
