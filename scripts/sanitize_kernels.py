@@ -30,7 +30,8 @@ TESTS.append("tests/gpu_worker/test_sampler.py")
 CHOICE = "random_batches or odd_shapes or several_blocks or straddle or sliding_window or page_sizes-fp32 or two_groups"
 CHOICE += " or test_masks or test_blocks or test_edits or test_scores or test_peaks or survivors"
 CHOICE += " or int8_odd or int8_row_counts or int8_with_norm"
-CHOICE += " or gate or of_a_sum or rotate or only_wanted or more_than_once or same_call or chunks_rows_or_threads or many_rows"
+CHOICE += " or gate or of_a_sum or rotate or only_wanted"
+CHOICE += " or more_than_once or same_call or chunks_rows_or_threads or many_rows"
 KINDS = {"portable", "avx2", "avx512", "amx", "fp32", "bf16"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,11 @@ def test_page_copies_read_before_they_write(dtype: torch.dtype) -> None:
     copier(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
     with pytest.raises(ValueError, match="not in the cache"):
         copier(torch.tensor([0]), torch.tensor([6]))
+
+
+def test_compilers_know_the_processor_features_they_are_asked_for() -> None:
+    """Of all names only these are known to each g++ and clang++ in use; an unknown one leaves no kernels at all."""
+    known = {"avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    asked = re.findall(r'__builtin_cpu_supports\("(\w+)"\)', (build.SOURCES / "dispatch.cpp").read_text())
+    assert asked
+    assert set(asked) <= known

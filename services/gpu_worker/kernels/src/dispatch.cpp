@@ -37,18 +37,26 @@ const Kernels& kernels_of(int isa) {
 namespace {
 
 #if defined(__x86_64__)
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"); }
+struct CpuId {  // what the processor says of itself; not every compiler has a name for each of it
+  uint32_t a, b, c, d;
+  explicit CpuId(uint32_t leaf, uint32_t part = 0) : a(leaf), c(part) {
+    __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  }
+};
+
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (CpuId(1).c >> 29 & 1);  // F16C
+}
 bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") &&
-         __builtin_cpu_supports("avx512vnni");
+  const bool has_base = has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  return has_base && (CpuId(7).c >> 11 & 1) && (CpuId(7, 1).a >> 5 & 1);  // AVX512-VNNI, AVX512-BF16
 }
 #endif
 
 #if defined(__linux__) && defined(__x86_64__)
 bool cpuid_has_amx() {
-  uint32_t a = 7, b, c = 0, d;
-  __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  const uint32_t d = CpuId(7).d;
   return (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);  // AMX-BF16, AMX-TILE, AMX-INT8
 }
 // The kernel gives the 8 KiB tile state to a process only on request (ARCH_REQ_XCOMP_PERM, XTILEDATA).
