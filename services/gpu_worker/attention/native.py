@@ -100,10 +100,10 @@ class NativeAttention:
             raise RuntimeError("forward before plan")
         chosen = one_level(batch.groups)
         arrays = (
-            _contiguous(batch.qo_indptr, torch.int32),
-            _contiguous(batch.kv_lengths, torch.int32),
-            _contiguous(batch.page_tables, torch.int32),
-            _contiguous(batch.kv_slots, torch.int64),
+            contiguous(batch.qo_indptr, torch.int32),
+            contiguous(batch.kv_lengths, torch.int32),
+            contiguous(batch.page_tables, torch.int32),
+            contiguous(batch.kv_slots, torch.int64),
             *_group_arrays(chosen),
         )
         indptr, lengths, tables, slots, *groups = arrays
@@ -166,7 +166,8 @@ def _group_arrays(groups: Sequence[SharedGroup]) -> tuple[torch.Tensor, torch.Te
     )
 
 
-def _contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def contiguous(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """For a kernel, the tensor itself where it is so already: even to ask torch for nothing costs time in each step."""
     return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 

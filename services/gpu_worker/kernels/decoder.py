@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from services.gpu_worker.attention.base import AttentionSpec
-from services.gpu_worker.attention.native import NativeAttention
+from services.gpu_worker.attention.native import NativeAttention, contiguous
 from services.gpu_worker.kernels.library import DTYPES, WEIGHT_FORMS, DecoderCall, DecoderLayer, Library, LinearCall
 from services.gpu_worker.layers.packed_linear import PackedLinear
 from services.gpu_worker.layers.rotary import RotaryTables
@@ -103,7 +103,7 @@ class NativeDecoder:
             head.threads = torch.get_num_threads()
             if head.rows != len(keep) or head.x != out.data_ptr() or head.weights != call.weights:
                 raise ValueError("the head is for other memory, rows or weights")
-        columns = [_column(ids) for ids in (token_ids, positions, keep)]
+        columns = [contiguous(ids, torch.int64) for ids in (token_ids, positions, keep)]
         call.token_ids, call.positions, call.keep = (column.data_ptr() for column in columns)
         call.tokens, call.num_keep, call.out = tokens, keep.shape[0], out.data_ptr()
         call.threads, call.head = torch.get_num_threads(), None if head is None else ctypes.pointer(head)
@@ -154,7 +154,3 @@ def _layer(layer: LayerWeights) -> DecoderLayer:
         window=layer.spec.sliding_window,
         rope=layer.rope,
     )
-
-
-def _column(ids: torch.Tensor) -> torch.Tensor:
-    return ids if ids.dtype == torch.int64 and ids.is_contiguous() else ids.to(torch.int64).contiguous()
